@@ -1,0 +1,333 @@
+"""Raw text to a tokenizer and to shards of MLM/NSP instances.
+
+python data_prep/run.py tokenizer --input TEXT --output data/tokenizer
+python data_prep/run.py shards    --input TEXT --tokenizer data/tokenizer --output data/shards
+python data_prep/run.py inspect   data/shards
+python data_prep/run.py verify    data/shards
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from data_prep.errors import UserError, run_program
+
+ONLY = ("plan", "tokenize", "instances", "manifest")
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    """Parse the command line and run a command."""
+    arguments = _parser().parse_args(argv)
+    return arguments.command(arguments)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind every option, examples as they were written."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="data_prep/run.py", description=__doc__, formatter_class=_Help)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    tokenizer = commands.add_parser(
+        "tokenizer", help="train a SentencePiece tokenizer", formatter_class=_Help
+    )
+    _add_input_options(tokenizer)
+    _add_tokenizer_options(tokenizer)
+    tokenizer.set_defaults(command=train)
+    shards = commands.add_parser("shards", help="make shards of training instances", formatter_class=_Help)
+    _add_input_options(shards)
+    _add_shard_options(shards)
+    shards.set_defaults(command=make_shards)
+    inspect = commands.add_parser(
+        "inspect", help="print instances and statistics of shards", formatter_class=_Help
+    )
+    inspect.add_argument("folder", type=Path, help="shard folder")
+    inspect.add_argument("--instances", type=int, default=3, help="instances to print")
+    inspect.add_argument("--split", choices=("train", "eval"), default="train", help="which shards")
+    inspect.add_argument("--start", type=int, default=0, help="storage number of the first instance")
+    inspect.set_defaults(command=inspect_shards)
+    verify = commands.add_parser("verify", help="check every byte of shards", formatter_class=_Help)
+    verify.add_argument("folder", type=Path, help="shard folder")
+    verify.set_defaults(command=verify_shards)
+    return parser
+
+
+def _add_input_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("input").add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders (taken whole) or globs; plain, .gz or .bz2",
+    )
+    add(
+        "--format",
+        default="auto",
+        help="sentences (one a line, blank line between documents), documents (plain text, a file each), jsonl, csv "
+        "(.tsv too), mediawiki (XML dump); auto goes by the file name: .jsonl, .csv, .tsv, .xml, else sentences",
+    )
+    add("--text_field", default="text", help="field of JSONL or column of CSV that holds the text")
+    add("--document_start", metavar="REGEX", help="in `documents`: a line that matches begins a new document")
+    add("--language", default="en", help="language code for sentence boundaries, e.g. ko")
+    add(
+        "--eval_fraction",
+        type=_share,
+        default=0.01,
+        help="share of the documents held out for evaluation, chosen by a hash of their text; the tokenizer must "
+        "not see them either, so give both commands the same",
+    )
+    add(
+        "--split_mb",
+        type=_positive_float,
+        default=64,
+        help="input MB per task; line formats are cut inside a file",
+    )
+    add(
+        "--workers",
+        type=_positive_int,
+        default=os.cpu_count(),
+        help="processes; they never change the result",
+    )
+
+
+def _add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FOLDER", help="where the tokenizer goes")
+    add("--vocab_size", type=_positive_int, default=32000, help="pieces, the five special ones counted")
+    add(
+        "--character_coverage",
+        type=_share,
+        default=0.9995,
+        help="share of the characters that get a piece of their own",
+    )
+    add("--lower_case", action="store_true", help="fold case (an uncased model)")
+    add(
+        "--sample_mb",
+        type=_positive_float,
+        default=256,
+        help="MB of text to train on at most, chosen by hash (memory: about 5 times as much)",
+    )
+
+
+def _add_shard_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer", type=Path, required=True, metavar="FOLDER", help="made by the tokenizer command")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="where the shards go")
+    add("--seq_len", type=_positive_int, default=128, help="longest instance in tokens")
+    add(
+        "--duplicates",
+        type=_positive_int,
+        default=1,
+        help="times each document is used, with other cuts, partners and masks",
+    )
+    add("--short_seq_prob", type=_share, default=0.1, help="share of instances that are shorter on purpose")
+    add("--masked_lm_prob", type=_share, default=0.15, help="share of the tokens to predict in static masks")
+    add("--max_predictions", type=_positive_int, help="predictions per instance at most (none: no bound)")
+    add("--seed", type=int, default=0, help="of everything random")
+    add(
+        "--bucket_mb",
+        type=_positive_float,
+        default=64,
+        help="input MB per shard; a worker holds a bucket in memory (about 4 times as much)",
+    )
+    add("--only", choices=ONLY, help="run one stage and stop, for the elements of a job array")
+    add(
+        "--part",
+        metavar="I/N",
+        default="0/1",
+        help="of the stage named by --only, the tasks whose number is I modulo N",
+    )
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return value
+
+
+def _read_options(arguments: argparse.Namespace):
+    from data_prep.documents import ReadOptions
+
+    return ReadOptions(arguments.format, arguments.language, arguments.text_field, arguments.document_start)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train a tokenizer on a sample of the sentences."""
+    from data_prep.tokenizer import Tokenizer, train_tokenizer
+    from data_prep.tokenizer_sample import sample_sentences
+
+    started = time.monotonic()
+    description = {
+        "model_type": "unigram",
+        "vocab_size": arguments.vocab_size,
+        "character_coverage": arguments.character_coverage,
+        "normalization": "nmt_nfkc_cf" if arguments.lower_case else "nmt_nfkc",
+        "eval_fraction": arguments.eval_fraction,
+        "language": arguments.language,
+        "sample_bytes": int(arguments.sample_mb * 1e6),
+    }
+    sentences = sample_sentences(
+        arguments.input,
+        _read_options(arguments),
+        eval_fraction=arguments.eval_fraction,
+        budget_bytes=description["sample_bytes"],
+        split_bytes=int(arguments.split_mb * 1e6),
+        workers=arguments.workers,
+    )
+    print(
+        f"training a vocabulary of {arguments.vocab_size:,} pieces on {len(sentences):,} sentences …",
+        file=sys.stderr,
+    )
+    train_tokenizer(iter(sentences), arguments.output, description)
+    tokenizer = Tokenizer(arguments.output)
+    print(f"{tokenizer.vocab_size:,} pieces in {time.monotonic() - started:.1f} s: {arguments.output}")
+    print(
+        f"next: python data_prep/run.py shards --input … --tokenizer {arguments.output} --output data/shards"
+    )
+
+
+def make_shards(arguments: argparse.Namespace) -> None:
+    """Make shards, or the part of them that `--only` and `--part` name."""
+    from data_prep import plan as planning
+    from data_prep.instances import InstanceSettings
+    from data_prep.tasks import group_buckets, write_manifest
+    from data_prep.workers import work_lock
+
+    if arguments.seq_len < 8:
+        raise UserError(f"--seq_len {arguments.seq_len}: an instance needs at least 8 tokens")
+    settings = planning.ShardSettings(
+        read=_read_options(arguments),
+        instances=InstanceSettings(
+            arguments.seq_len, arguments.short_seq_prob, duplicates=arguments.duplicates, seed=arguments.seed
+        ),
+        masked_lm_prob=arguments.masked_lm_prob,
+        max_predictions=arguments.max_predictions,
+        eval_fraction=arguments.eval_fraction,
+        split_bytes=max(1, int(arguments.split_mb * 1e6)),
+        bucket_bytes=max(1, int(arguments.bucket_mb * 1e6)),
+    )
+    part = _part(arguments)
+    only = arguments.only
+    started = time.monotonic()
+    with work_lock(arguments.output, shared=only in ("tokenize", "instances")):
+        if only in (None, "plan"):
+            plan = planning.make_plan(arguments.input, arguments.tokenizer, arguments.output, settings)
+            manifest = planning.finished_shards(plan)
+            if manifest is None:
+                planning.begin_plan(plan, arguments.tokenizer)
+        else:
+            plan, manifest = planning.load_plan(arguments.output), None
+        if manifest is None and only in (None, "tokenize"):
+            _run_stage(plan, "tokenize", part, arguments.workers)
+        if manifest is None and only in (None, "instances"):
+            _run_stage(plan, "instances", part, arguments.workers)
+        if manifest is None and only in (None, "manifest"):
+            manifest = write_manifest(plan, group_buckets(plan))
+    _report(arguments, plan, manifest, time.monotonic() - started)
+
+
+def _part(arguments: argparse.Namespace) -> tuple[int, int]:
+    try:
+        index, count = (int(number) for number in arguments.part.split("/"))
+    except ValueError:
+        raise UserError(f"--part {arguments.part}: expected I/N, e.g. 0/16") from None
+    if not 0 <= index < count:
+        raise UserError(f"--part {arguments.part}: I goes from 0 to N-1")
+    if count > 1 and arguments.only not in ("tokenize", "instances"):
+        raise UserError(
+            f"--part {arguments.part}: only the stages `tokenize` and `instances` have parts; name one with --only"
+        )
+    return index, count
+
+
+def _run_stage(plan, stage: str, part: tuple[int, int], workers: int) -> None:
+    from data_prep import tasks
+    from data_prep.workers import progress_bar, run_tasks
+
+    index, count = part
+    if stage == "tokenize":
+        todo = [(plan, task) for task in range(len(plan.splits))][index::count]
+        total = sum(plan.splits[task].end - plan.splits[task].start for _, task in todo)
+        function, bar = tasks.tokenize, progress_bar(total, "B", "tokenize")
+    else:
+        groups = tasks.group_buckets(plan)
+        todo = [
+            (plan, split, number, group) for split in groups for number, group in enumerate(groups[split])
+        ]
+        todo = todo[index::count]
+        function, bar = (
+            tasks.build_shard,
+            progress_bar(sum(t[3][1] - t[3][0] for t in todo), "bucket", "instances"),
+        )
+    for _ in run_tasks(function, todo, workers, bar):
+        pass
+
+
+def _report(arguments: argparse.Namespace, plan, manifest: dict | None, seconds: float) -> None:
+    if manifest is None:
+        print(
+            f"{arguments.only}: done; {len(plan.splits)} tokenize tasks, {sum(plan.buckets.values())} buckets in {plan.work}"
+        )
+        return
+    for split, content in manifest["splits"].items():
+        counts = content["counts"]
+        if counts:
+            print(
+                f"{split}: {counts['instances']:,} instances, {counts['tokens']:,} tokens of {counts['documents']:,} documents "
+                f"in {len(content['shards'])} shards ({counts['duplicate_documents']:,} duplicate documents dropped)"
+            )
+    size = sum(file["bytes"] for file in manifest["inputs"])
+    print(f"{size / 1e6:,.1f} MB of input in {seconds:.1f} s: {arguments.output}")
+    print(f"next: python data_prep/run.py inspect {arguments.output}")
+    print(
+        f"      deepspeed pretraining/run.py --deepspeed_config ds_configs/zero2.json --data {arguments.output}"
+    )
+
+
+def inspect_shards(arguments: argparse.Namespace) -> None:
+    """Print instances with their masks, the length histogram and the share of padding."""
+    from data_prep.inspection import print_instances, print_statistics
+    from data_prep.shards import ShardSet
+
+    shard_set = ShardSet.open(arguments.folder)
+    print_instances(shard_set, arguments.split, arguments.start, arguments.instances)
+    print_statistics(shard_set)
+
+
+def verify_shards(arguments: argparse.Namespace) -> None:
+    """Check every byte against the checksums that were taken when it was written."""
+    from data_prep.shards import ShardSet, verify
+    from data_prep.workers import progress_bar
+
+    shard_set = ShardSet.open(arguments.folder)
+    total = sum(
+        shard["bytes"] for split in shard_set.manifest["splits"].values() for shard in split["shards"]
+    )
+    files = 0
+    with progress_bar(total, "B", "verify") as bar:
+        for _, size in verify(arguments.folder):
+            bar.update(size)
+            files += 1
+    print(f"{arguments.folder}: {files} shards, manifest and tokenizer are as they were written")
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -1,0 +1,1 @@
+"""From a pretrained encoder to task models: GLUE, SQuAD, NER and SWAG."""

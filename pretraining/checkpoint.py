@@ -1,0 +1,269 @@
+"""Checkpoints: whole or not there, checked before anything is loaded, and the small TrainState.
+
+A checkpoint is written to a folder with a temporary name, hashed into its own manifest and renamed; only then
+does `latest` move. DeepSpeed's own files are inside, in its own layout.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from data_prep.errors import UserError
+from data_prep.shards import file_sha256, sync_folder, write_atomically
+
+FOLDER = "checkpoints"
+LATEST = "latest"
+MANIFEST = "checkpoint.json"
+PARTIAL = ".partial"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class TrainState:
+    """Everything about a run that is not a tensor; the data position is arithmetic on it.
+
+    Attributes:
+        step: global batches taken from the data, skipped ones counted.
+        skipped_steps: of these, those whose update was skipped because a gradient overflowed.
+        consumed: position in the order of instances (order.py) behind the last batch.
+        tokens: real tokens trained on.
+        seed: of everything random.
+        lanes, window: of the order.
+        manifest_sha256: of the shard set.
+        phase: number of the training phase, from 1; each has shards and a counter of its own.
+        skipped_ranges: half-open ranges of positions that are left out (after a rollback).
+    """
+
+    seed: int
+    lanes: int
+    window: int
+    manifest_sha256: str
+    step: int = 0
+    skipped_steps: int = 0
+    consumed: int = 0
+    tokens: int = 0
+    phase: int = 1
+    skipped_ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def applied_steps(self) -> int:
+        """Updates that were applied; the learning rate is a function of it."""
+        return self.step - self.skipped_steps
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TrainState":
+        """Read it back from JSON."""
+        known = {field.name for field in fields(cls)}
+        if set(values) != known:
+            raise UserError(
+                f"the train state has the fields {sorted(values)}, but this program writes {sorted(known)}"
+            )
+        return cls(**values | {"skipped_ranges": [tuple(pair) for pair in values["skipped_ranges"]]})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is on disk, and what its manifest says."""
+
+    path: Path
+    manifest: dict
+
+    @property
+    def state(self) -> TrainState:
+        """The train state at its step."""
+        return TrainState.from_dict(self.manifest["train_state"])
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        run_folder: the run's folder.
+        identity: settings that a resumed run must share, name → value; they are stored in each checkpoint.
+        rank, world_size: of this process.
+        gather: collects one object of every rank on all ranks (`all_gather_object`), which also waits for them.
+        say: prints a line for the user; called on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        identity: dict,
+        rank: int,
+        world_size: int,
+        gather: Callable[[object], list],
+        say: Callable[[str], None],
+    ):
+        self.folder = run_folder / FOLDER
+        self.identity = identity
+        self.rank = rank
+        self.world_size = world_size
+        self._gather = gather
+        self._say = say
+
+    def save(self, engine, state: TrainState) -> Path:
+        """Save the engine and the state; every rank calls it at the same step.
+
+        Raises:
+            UserError: the disk is full or refuses to be written; older checkpoints are as they were.
+        """
+        final = self.folder / f"step-{state.step:08d}"
+        partial = final.with_name(final.name + PARTIAL)
+        problem = None
+        try:
+            if self.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(partial, ignore_errors=True)
+            self._agree(None)
+            # The universal form, for other numbers of ranks, is converted from these files and asks for this.
+            client_state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+            engine.save_checkpoint(
+                str(self.folder), tag=partial.name, client_state=client_state, save_latest=False
+            )
+        except (OSError, RuntimeError) as error:
+            problem = error
+        self._agree(problem)
+        hashes = self._hash_share(partial)
+        if self.rank == 0:
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "world_size": self.world_size,
+                "train_state": asdict(state),
+                "identity": self.identity,
+                "files": hashes,
+            }
+            problem = self._publish(partial, final, manifest)
+        self._agree(problem)
+        return final
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Wait for all ranks; if one has a problem, all of them end with it."""
+        problems = [text for text in self._gather(str(problem) if problem else None) if text]
+        if problems:
+            raise UserError(
+                f"{self.folder}: a checkpoint could not be written ({problems[0]}); make room on the disk and run the "
+                "same command again: it goes on from the last checkpoint"
+            )
+
+    def _hash_share(self, folder: Path) -> dict[str, dict]:
+        """Sizes and hashes of all files; the ranks share the work."""
+        names = sorted(path.name for path in folder.iterdir())
+        mine = {}
+        for name in names[self.rank :: self.world_size]:
+            path = folder / name
+            mine[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            _sync_file(path)
+        return {name: entry for part in self._gather(mine) for name, entry in part.items()}
+
+    def _publish(self, partial: Path, final: Path, manifest: dict) -> Exception | None:
+        try:
+            write_atomically(
+                partial / MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
+            )
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            sync_folder(self.folder)
+            write_atomically(self.folder / LATEST, (final.name + "\n").encode())
+        except OSError as error:
+            return error
+        return None
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints, and partial ones of killed runs."""
+        if self.rank == 0:
+            for path in self._candidates()[keep:]:
+                shutil.rmtree(path)
+            for path in self.folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(path)
+
+    def _candidates(self) -> list[Path]:
+        """Checkpoint folders, the newest first."""
+        return sorted(
+            (path for path in self.folder.glob("step-*") if path.suffix != PARTIAL and path.is_dir()),
+            reverse=True,
+        )
+
+    def newest_whole(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is right; damaged ones are named and passed over.
+
+        All ranks call it and get the same answer. Only if there is no checkpoint at all is it None.
+
+        Raises:
+            UserError: checkpoints are there and none of them is whole.
+        """
+        candidates = self._gather([path.name for path in self._candidates()])[0]
+        for name in candidates:
+            path = self.folder / name
+            manifest, faults = self._inspect(path)
+            if not faults:
+                return Checkpoint(path, manifest)
+            if self.rank == 0:
+                self._say(f"checkpoint {path} is damaged and passed over: {'; '.join(faults)}")
+        if candidates:
+            raise UserError(
+                f"{self.folder}: none of its {len(candidates)} checkpoints is whole; restore one from a copy, or start anew "
+                "with another --output"
+            )
+        return None
+
+    def _inspect(self, path: Path) -> tuple[dict, list[str]]:
+        """Manifest of a checkpoint and what is wrong with its files; the ranks share the hashing."""
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            entries = sorted(manifest["files"].items())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            manifest, entries, faults = {}, [], [f"{MANIFEST} cannot be read ({error})"]
+        else:
+            faults = []
+        for name, entry in entries[self.rank :: self.world_size]:
+            faults += _fault(path / name, entry)
+        return manifest, [fault for part in self._gather(faults) for fault in part]
+
+    def check_identity(self, checkpoint: Checkpoint) -> None:
+        """Refuse to go on with other settings than those that the checkpoint was made with.
+
+        Raises:
+            UserError: naming each setting, its old and its new value.
+        """
+        old = checkpoint.manifest["identity"] | {"world_size": checkpoint.manifest["world_size"]}
+        new = self.identity | {"world_size": self.world_size}
+        changed = [
+            f"{name} is {new.get(name)!r} and was {old.get(name)!r}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
+        ]
+        if changed:
+            raise UserError(
+                f"{checkpoint.path}: the run was made with other settings ({'; '.join(changed)}); give the old ones again, or "
+                "start a new run with another --output"
+            )
+
+
+def _fault(path: Path, entry: dict) -> list[str]:
+    if not path.is_file():
+        return [f"{path.name} is missing"]
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return [f"{path.name} has {size:,} of {entry['bytes']:,} bytes"]
+    return [] if file_sha256(path) == entry["sha256"] else [f"{path.name} was changed (its sha256 differs)"]
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(engine, checkpoint: Checkpoint) -> None:
+    """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine."""
+    loaded, _ = engine.load_checkpoint(
+        str(checkpoint.path.parent), tag=checkpoint.path.name, load_lr_scheduler_states=False
+    )
+    if loaded is None:
+        raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")

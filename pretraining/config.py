@@ -1,0 +1,552 @@
+"""The user's DeepSpeed JSON: read, checked with all errors in one message, and lowered to what DeepSpeed gets.
+
+DeepSpeed itself takes JSON that it does not understand, fills gaps with surprising defaults and stops at the first
+assertion. Here a key is interpreted, passed through, or refused with a reason; nothing is ignored in silence.
+The schemas of zero_optimization, fp16 and bf16 are DeepSpeed's own. Batch sizes are counted in instances.
+"""
+
+import difflib
+import importlib
+import json
+import json.scanner
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from data_prep.errors import UserError
+from pretraining.distributed import Capabilities, import_deepspeed
+from pretraining.optimizer import OptimizerSettings, ScheduleSettings
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+PASSED_THROUGH = (
+    *("communication_data_type", "wall_clock_breakdown", "memory_breakdown"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+)
+_OWN_LOGS = "pretraining writes TensorBoard, metrics.jsonl and its speed by itself; leave it out"
+_DATA_PARALLEL = "the encoder is trained with data parallelism only; leave it out"
+_MEAN = "the loss is scaled for a mean over the ranks in one reduction, which this would change; leave it out"
+_ORDER = "the order of the data is a function of the seed, not of DeepSpeed's loader; leave it out"
+_REMOVED = "DeepSpeed has removed this feature; leave it out"
+_MASTERS = "it needs DeepSpeed's own CPU optimizer and trains less exactly; leave it out"
+_OLD_OFFLOAD = 'this is the old name; write "offload_optimizer": {"device": "cpu"}'
+REFUSED = {
+    "": {
+        "amp": 'DeepSpeed has dropped apex\'s mixed precision; write "fp16" or "bf16" instead',
+        "bfloat16": 'this is the old name; write "bf16"',
+        "torch_autocast": 'the precision comes from "fp16" or "bf16"; write one of them instead',
+        "checkpoint": "pretraining decides how checkpoints are written and resumed; leave it out",
+        "activation_checkpointing": "the model does not use DeepSpeed's activation checkpointing; leave it out",
+        "compile": "the engine's graph passes do not know the coalesced reduction; leave it out",
+        "elasticity": "the batch is the same on any number of ranks without it; leave it out",
+        "aio": "nothing is offloaded to NVMe here; leave it out",
+        "weight_quantization": "it is for inference only; leave it out",
+        **dict.fromkeys(
+            ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger"), _OWN_LOGS
+        ),
+        **dict.fromkeys(("autotuning", "timers", "log_level", "dump_state"), _OWN_LOGS),
+        **dict.fromkeys(("pipeline", "tensor_parallel", "expert_parallel", "hybrid_engine"), _DATA_PARALLEL),
+        **dict.fromkeys(("sequence_parallel_size", "use_data_before_expert_parallelism"), _DATA_PARALLEL),
+        **dict.fromkeys(
+            ("managed_gradient_accumulation", "prescale_gradients", "gradient_allreduce_op"), _MEAN
+        ),
+        **dict.fromkeys(("gradient_predivide_factor", "disable_allgather"), _MEAN),
+        **dict.fromkeys(("data_efficiency", "curriculum_learning", "dataloader_drop_last"), _ORDER),
+        **dict.fromkeys(
+            ("compression_training", "quantize_training", "progressive_layer_drop", "eigenvalue"), _REMOVED
+        ),
+        **dict.fromkeys(("sparse_attention", "sparse_gradients", "graph_harvesting", "nebula"), _REMOVED),
+    },
+    "zero_optimization": {
+        "round_robin_gradients": "a run could not go on with another number of ranks; leave it out",
+        "offload_param": "it is for stage 3 only; leave it out",
+        "zenflow": "it reduces gradients in its own way; leave it out",
+        "legacy_stage1": "DeepSpeed has removed it; leave it out",
+        "elastic_checkpoint": "checkpoints move between numbers of ranks without it; leave it out",
+        **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), _OLD_OFFLOAD),
+    },
+    "fp16": {"fp16_master_weights_and_grads": _MASTERS},
+    "bf16": {"bf16_master_weights_and_grads": _MASTERS, "bf16_optimizer_states": _MASTERS},
+    "optimizer.params": {
+        "max_grad_norm": 'write "gradient_clipping" at the top level instead',
+        "amsgrad": "AdamW is trained without it; leave it out",
+    },
+    "optimizer": {"legacy_fusion": "it belongs to Lamb; leave it out"},
+    "scheduler.params": {"last_batch_iteration": "the position comes from the checkpoint; leave it out"},
+}
+NEEDED_ON = {"zero_optimization": ("compute_grad_norm",), "bf16": ("check_grad_overflow",)}
+DEEPSPEED_SCHEMAS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
+    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+}
+DEFAULT_MICRO_BATCH_SIZE = 32
+NEVER = 1_000_000_000  # DeepSpeed prints a progress line of its own every so many steps
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Document(_Part):
+    train_batch_size: int | None = Field(None, gt=0)
+    train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    gradient_clipping: float = Field(1.0, ge=0)  # 1.0 is DeepSpeed's default; 0 switches clipping off
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None = None
+    zero_optimization: dict[str, Any]
+    fp16: dict[str, Any] = {}
+    bf16: dict[str, Any] = {}
+    data_types: dict[str, Any] = {}
+    communication_data_type: Precision | None = None
+    steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+
+
+class _DataTypes(_Part):
+    grad_accum_dtype: Literal["fp32"] | None = None
+
+
+class _AdamW(_Part):
+    lr: float = Field(gt=0)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_w_mode: bool = True
+    bias_correction: Literal[True] = True
+    torch_adam: bool = False
+
+
+class _WarmupLR(_Part):
+    warmup_min_lr: float = Field(0.0, ge=0)
+    warmup_max_lr: float | None = Field(None, gt=0)
+    warmup_num_steps: int = Field(1000, gt=0)
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class _WarmupDecayLR(_WarmupLR):
+    total_num_steps: int | None = Field(None, gt=0)
+
+
+class _WarmupCosineLR(_Part):
+    warmup_min_ratio: float = Field(0.0, ge=0)
+    cos_min_ratio: float = Field(0.0001, ge=0)
+    warmup_num_steps: int = Field(1000, gt=0)
+    warmup_type: Literal["log", "linear"] = "log"
+    total_num_steps: int | None = Field(None, gt=0)
+
+
+class _Optimizer(_Part):
+    type: str
+    params: dict[str, Any]
+
+
+class _Scheduler(_Part):
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    params: dict[str, Any] = {}
+
+
+SCHEDULES = {"WarmupLR": _WarmupLR, "WarmupDecayLR": _WarmupDecayLR, "WarmupCosineLR": _WarmupCosineLR}
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """A DeepSpeed JSON that was found right by itself; what depends on the machine is checked by `lower`.
+
+    Batch sizes are None where the file leaves them out. `sections` holds the checked objects and flags that
+    DeepSpeed gets as they are written; `notes` are sentences about settings that do not reach DeepSpeed.
+    """
+
+    path: str
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float
+    precision: Precision
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings
+    sections: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One run on one machine: `engine_config` is what `deepspeed.initialize` gets, the rest is driven by us.
+
+    `max_micro_steps` is the largest number of micro-steps of any rank in any step; `micro_batch_size` the largest
+    number of instances in one. `optimizer_device` is where the update runs (CPU under offload). `replacements` says
+    what differs from the user's JSON on this machine and why.
+    """
+
+    engine_config: dict[str, Any]
+    train_batch_size: int
+    micro_batch_size: int
+    max_micro_steps: int
+    precision: Precision
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings
+    gradient_clipping: float
+    optimizer_device: str
+    replacements: list[str]
+
+
+def read_deepspeed_json(path: str | Path) -> DeepSpeedSettings:
+    """Read and check a DeepSpeed JSON. Raises one UserError with a sentence for each error that it has."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
+    errors = _Errors(str(path))
+    document = _parse(text, errors)
+    errors.raise_any()
+    return _interpret(document, errors)
+
+
+class _Errors(list[str]):
+    """The errors found in one file so far, a sentence each."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    def add(self, sentence: str) -> None:
+        self.append(f"{self.path}: {sentence}")
+
+    def raise_any(self) -> None:
+        if self:
+            raise UserError("\n  ".join(self))
+
+
+def _parse(text: str, errors: _Errors) -> dict[str, Any]:
+    """Strict JSON: duplicate keys, trailing commas and NaN are errors with their line and column."""
+
+    def place(offset: int) -> str:
+        line_start = text.rfind("\n", 0, offset) + 1
+        return f"line {text.count(chr(10), 0, offset) + 1}, column {offset - line_start + 1}"
+
+    def parse_object(text_and_start: tuple[str, int], *arguments: Any) -> tuple[dict[str, Any], int]:
+        strict, scan_once, _, _, memo = arguments
+        pairs, end = json.decoder.JSONObject(text_and_start, strict, scan_once, None, list, memo)
+        keys = [key for key, _ in pairs]
+        for key in sorted({key for key in keys if keys.count(key) > 1}):
+            at = place(text_and_start[1] - 1)
+            errors.add(f'"{key}" stands twice in the object that begins at {at}; keep one of them')
+        return dict(pairs), end
+
+    def refuse_constant(name: str) -> float:
+        errors.add(f"{name} is not a JSON number; write a finite one")
+        return 0.0
+
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
+    decoder.parse_object = parse_object
+    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # the C scanner ignores parse_object
+    try:
+        document = decoder.decode(text)
+    except json.JSONDecodeError as error:
+        before = text[: error.pos].rstrip()
+        if before.endswith(",") and text[error.pos : error.pos + 1] in ("}", "]"):
+            errors.add(f"a comma without a successor at {place(len(before) - 1)}; delete it")
+        else:
+            errors.add(f"not valid JSON at {place(error.pos)}: {error.msg}")
+        return {}
+    if not isinstance(document, dict):
+        errors.add('expected an object like {"train_batch_size": 256, …} at the top level')
+        return {}
+    return document
+
+
+def _interpret(document: dict[str, Any], errors: _Errors) -> DeepSpeedSettings:
+    _check_auto(document, errors)
+    given = _check(_Document, document, "", errors) or _Document.model_construct(**document)
+    sections = {
+        name: _check_deepspeed(document, name, errors) for name in DEEPSPEED_SCHEMAS if name in document
+    }
+    notes: list[str] = []
+    optimizer = _optimizer(document.get("optimizer"), errors, notes)
+    schedule = _schedule(document.get("scheduler"), optimizer, errors, notes)
+    _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
+    enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
+    if len(enabled) == 2:
+        errors.add('"fp16" and "bf16" are both enabled; set "enabled" to false in one of them')
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & document.keys():
+        errors.add('"train_batch_size" is missing; write the number of instances of one optimizer step')
+    if (
+        dtypes := _check(_DataTypes, document.get("data_types", {}), "data_types", errors)
+    ) and dtypes.grad_accum_dtype:
+        sections["data_types"] = {"grad_accum_dtype": "fp32"}
+    errors.raise_any()
+    if given.steps_per_print is not None:
+        notes.append("steps_per_print: the progress line is pretraining's own, DeepSpeed's is off")
+    sections |= {key: document[key] for key in PASSED_THROUGH if document.get(key) is not None}
+    return DeepSpeedSettings(
+        path=errors.path,
+        train_batch_size=given.train_batch_size,
+        train_micro_batch_size_per_gpu=given.train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps=given.gradient_accumulation_steps,
+        gradient_clipping=float(given.gradient_clipping),
+        precision=enabled[0] if enabled else "fp32",
+        optimizer=optimizer,
+        schedule=schedule,
+        sections={
+            key: value for key, value in sections.items() if key not in ("fp16", "bf16") or key in enabled
+        },
+        notes=tuple(notes),
+    )
+
+
+def _check_auto(value: Any, errors: _Errors, name: str = "") -> None:
+    """Refuse the string "auto" at any depth: DeepSpeed drops such keys and takes its defaults."""
+    if value == "auto":
+        errors.add(
+            f'"{name}" is "auto", which only Hugging Face\'s Trainer fills in; write a value or leave it out'
+        )
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        _check_auto(inner, errors, f"{name}.{key}" if name else key)
+
+
+def _check(schema: type[BaseModel], section: Any, name: str, errors: _Errors) -> Any:
+    """The section as an object of the schema, or None after adding its errors; refused keys are left out."""
+    if not isinstance(section, dict):
+        return None  # its own section has complained
+    refused = REFUSED.get(name, {})
+    prefix = f"{name}." if name else ""
+    for key in section.keys() & refused.keys():
+        if not _is_off(section[key]):
+            errors.add(f'"{prefix}{key}" is not supported: {refused[key]}')
+    try:
+        return schema(
+            **{key: value for key, value in section.items() if key not in refused and value != "auto"}
+        )
+    except ValidationError as error:
+        for fault in error.errors():
+            if not (fault["type"] == "missing" and section.get(fault["loc"][0]) == "auto"):
+                errors.add(_sentence(fault, prefix, schema, refused))
+        return None
+
+
+def _is_off(value: Any) -> bool:
+    return value in (False, None) or (isinstance(value, dict) and value.get("enabled") is False)
+
+
+def _sentence(
+    fault: Mapping[str, Any], prefix: str, schema: type[BaseModel], refused: Mapping[str, str]
+) -> str:
+    *parents, key = fault["loc"] or ("",)
+    name = prefix + ".".join(map(str, fault["loc"]))
+    if fault["type"] == "missing":
+        return f'"{name}" is missing; write it'
+    if fault["type"] != "extra_forbidden":
+        return (
+            f'"{name}" is {json.dumps(fault["input"], default=str)}; {fault["msg"].replace("Input", "it", 1)}'
+        )
+    for parent in parents:
+        annotation = schema.model_fields[parent].annotation
+        schema = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
+    aliases = [field.alias for field in schema.model_fields.values() if field.alias]
+    near = difflib.get_close_matches(key, [*schema.model_fields, *aliases, *refused], n=1, cutoff=0.5)
+    hint = f'did you mean "{near[0]}"?' if near else "DeepSpeed has no such key; leave it out"
+    return f'"{name}" is unknown; {hint}'
+
+
+def _check_deepspeed(document: dict[str, Any], name: str, errors: _Errors) -> dict[str, Any]:
+    """The object under `name` without refused keys, checked by DeepSpeed's own schema."""
+    import_deepspeed()
+    module, schema = DEEPSPEED_SCHEMAS[name]
+    section = document[name]
+    _check(getattr(importlib.import_module(module), schema), section, name, errors)
+    if not isinstance(section, dict):
+        return {}
+    for key in NEEDED_ON.get(name, ()):
+        if section.get(key) is False:
+            errors.add(
+                f'"{name}.{key}" is false; skipped updates and the gradient norm need it; leave it out'
+            )
+    return {key: value for key, value in section.items() if key not in REFUSED.get(name, {})}
+
+
+def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: _Errors) -> None:
+    if not zero:
+        return
+    if zero.get("stage", 0) in (0, 3):
+        errors.add(
+            f'"zero_optimization.stage" is {zero.get("stage", 0)}; gradients are reduced once per step at stages 1 and '
+            "2 only, and a BERT needs no stage 3; write 2"
+        )
+    offload = zero.get("offload_optimizer")
+    device = offload.get("device") if isinstance(offload, dict) else None
+    if device == "nvme":
+        errors.add(
+            '"zero_optimization.offload_optimizer.device" is "nvme"; write "cpu" or leave the object out'
+        )
+    if device == "cpu" and force_cpu_optimizer is not False:
+        errors.add(
+            '"zero_optimization.offload_optimizer" needs "zero_force_ds_cpu_optimizer": false at the top level, since '
+            "pretraining brings its own optimizer; add it or leave offload_optimizer out"
+        )
+
+
+def _optimizer(section: Any, errors: _Errors, notes: list[str]) -> OptimizerSettings | None:
+    entry = _check(_Optimizer, section, "optimizer", errors)
+    if entry is None:
+        return None
+    if entry.type.lower() not in ("adam", "adamw"):
+        errors.add(
+            f'"optimizer.type" is {json.dumps(entry.type)}; this version trains with AdamW; write "AdamW"'
+        )
+    params = _check(_AdamW, entry.params, "optimizer.params", errors)
+    if params is None:
+        return None
+    if not params.adam_w_mode and params.weight_decay:
+        errors.add(
+            '"optimizer.params.adam_w_mode" is false, which adds the weight decay to the gradient; BERT is trained with '
+            "AdamW; leave it out"
+        )
+    if params.torch_adam:
+        notes.append("torch_adam: the AdamW kernel is chosen by the device")
+    return OptimizerSettings(
+        type="AdamW",
+        lr=float(params.lr),
+        betas=(float(params.betas[0]), float(params.betas[1])),
+        eps=float(params.eps),
+        weight_decay=float(params.weight_decay),
+    )
+
+
+def _schedule(
+    section: Any, optimizer: OptimizerSettings | None, errors: _Errors, notes: list[str]
+) -> ScheduleSettings | None:
+    lr = optimizer.lr if optimizer else None
+    if section is None:
+        return ScheduleSettings("Constant", peak_lr=lr)
+    entry = _check(_Scheduler, section, "scheduler", errors)
+    params = entry and _check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
+    if params is None or lr is None:
+        return None
+    peak = getattr(params, "warmup_max_lr", None)
+    if peak is not None and peak != lr:
+        errors.add(
+            f'"scheduler.params.warmup_max_lr" is {peak:g} but "optimizer.params.lr" is {lr:g}; write the same number '
+            "or leave warmup_max_lr out"
+        )
+    if entry.type == "WarmupDecayLR" and peak is None and lr != 0.001:
+        notes.append(
+            f"scheduler: the warm-up ends at the optimizer's lr {lr:g}, not at DeepSpeed's default 0.001"
+        )
+    total, warmup = getattr(params, "total_num_steps", None), params.warmup_num_steps
+    if total is not None and total <= warmup:
+        errors.add(
+            f'"scheduler.params.total_num_steps" is {total}, not above the warm-up of {warmup}; write more'
+        )
+    return ScheduleSettings(
+        type=entry.type,
+        peak_lr=lr,
+        start_lr=params.warmup_min_ratio * lr if entry.type == "WarmupCosineLR" else params.warmup_min_lr,
+        end_lr=params.cos_min_ratio * lr if entry.type == "WarmupCosineLR" else 0.0,
+        warmup_type=params.warmup_type,
+        warmup_num_steps=warmup,
+        total_num_steps=total,
+    )
+
+
+def lower(
+    settings: DeepSpeedSettings,
+    *,
+    world_size: int,
+    device: Literal["cpu", "cuda"],
+    capabilities: Capabilities,
+) -> Lowered:
+    """Turn the settings into a run on this machine, or raise one UserError with all that does not fit it.
+
+    DeepSpeed sees accumulation 1 and a batch of one micro-batch per rank, because micro-steps are driven by
+    `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours.
+    """
+    errors = _Errors(settings.path)
+    notes = list(settings.notes)
+    batch, micro_batch, micro_steps = _plan_batch(settings, world_size, errors)
+    sections = dict(settings.sections)
+    precision = _choose_precision(settings.precision, device, capabilities, notes, errors)
+    if precision != settings.precision:
+        del sections[settings.precision]
+        if sections.pop("communication_data_type", None):
+            notes.append(f"communication_data_type: gradients are reduced in {precision}, like the rest")
+        if precision == "bf16":
+            sections["bf16"] = {"enabled": True}
+    if sections["zero_optimization"]["stage"] == 1 and precision != "fp32" and "data_types" in sections:
+        errors.add(
+            f'"data_types.grad_accum_dtype" with stage 1 and {precision} is another optimizer class in DeepSpeed; '
+            "leave data_types out (micro-steps are summed in fp32 anyway) or write stage 2"
+        )
+    errors.raise_any()
+    offload = sections["zero_optimization"].get("offload_optimizer") or {}
+    engine_config = {
+        "train_batch_size": micro_batch * world_size,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.gradient_clipping,
+        "steps_per_print": NEVER,
+        **sections,
+    }
+    return Lowered(
+        engine_config=engine_config,
+        train_batch_size=batch,
+        micro_batch_size=micro_batch,
+        max_micro_steps=micro_steps,
+        precision=precision,
+        optimizer=settings.optimizer,
+        schedule=settings.schedule,
+        gradient_clipping=settings.gradient_clipping,
+        optimizer_device="cpu" if offload.get("device") == "cpu" else device,
+        replacements=notes,
+    )
+
+
+def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: _Errors) -> tuple[int, int, int]:
+    """Instances per step, instances per micro-step, and micro-steps of the rank with the largest share.
+
+    Instance g goes to rank g mod world_size, so shares differ by at most one and need not divide evenly.
+    """
+    batch, micro_batch = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    accumulation = settings.gradient_accumulation_steps
+    if batch is None:
+        batch = micro_batch * (accumulation or 1) * world_size
+    if accumulation is not None and micro_batch is None:
+        micro_batch = max(1, batch // (accumulation * world_size))
+    if accumulation is not None and batch != micro_batch * accumulation * world_size:
+        product = micro_batch * accumulation * world_size
+        errors.add(
+            f'"train_batch_size" {batch} is not "train_micro_batch_size_per_gpu" {micro_batch} × '
+            f'"gradient_accumulation_steps" {accumulation} × {world_size} ranks = {product}; leave '
+            f"gradient_accumulation_steps out (any number of ranks trains the batch) or write train_batch_size {product}"
+        )
+    if batch < world_size:
+        errors.add(
+            f'"train_batch_size" {batch} is below the {world_size} ranks: more ranks than instances; start fewer '
+            "ranks or write a larger batch"
+        )
+    share = -(-batch // world_size)
+    micro_batch = min(micro_batch or DEFAULT_MICRO_BATCH_SIZE, share)
+    return batch, micro_batch, -(-share // micro_batch)
+
+
+def _choose_precision(
+    asked: Precision, device: str, capabilities: Capabilities, notes: list[str], errors: _Errors
+) -> Precision:
+    if asked == "bf16" and capabilities.bf16 is None:
+        if device == "cuda":
+            errors.add('"bf16" is enabled but this GPU has none; enable "fp16" instead')
+        else:
+            notes.append("bf16: this processor emulates it slowly; without the section the run is in fp32")
+    if asked != "fp16" or capabilities.fp16:
+        return asked
+    if capabilities.bf16:
+        notes.append(f"fp16 → bf16: no fp16 on this processor, but bf16 in hardware ({capabilities.bf16})")
+        return "bf16"
+    notes.append("fp16 → fp32: neither fp16 nor bf16 in hardware on this processor")
+    return "fp32"

@@ -1,0 +1,137 @@
+"""What a run says about itself: TensorBoard, metrics.jsonl, the progress line and status.json.
+
+The x-axis is always the step; samples and tokens stand beside it. Times are not part of what a resumed run
+repeats, everything else is.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from data_prep.shards import write_atomically
+
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+# A log file gets a line every so many seconds; a terminal is redrawn more often.
+LOG_SECONDS = 10.0
+TERMINAL_SECONDS = 0.2
+
+
+class Recorder:
+    """Writes the metrics of a run; only rank 0 makes one.
+
+    Args:
+        folder: the run folder.
+        resumed_step: step from which the run goes on; what a killed run wrote beyond it is taken back.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self._path = folder / METRICS
+        _keep_until(self._path, resumed_step)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        purge = resumed_step + 1 if resumed_step else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Write one line and one point of each curve; "/" in a name groups curves in TensorBoard."""
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def note(self, name: str, text: str, step: int) -> None:
+        """A text beside the curves."""
+        self._writer.add_text(name, text, step)
+
+    def flush(self) -> None:
+        """Make what was recorded durable: called before a checkpoint is published."""
+        self._writer.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+        self._file.close()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines beyond `step`, and half a line that a kill left."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step and line.endswith("\n"):
+                kept.append(line)
+        except ValueError:
+            continue
+    write_atomically(path, "".join(kept).encode())
+
+
+class ProgressLine:
+    """One line about a run's progress: redrawn in a terminal, printed now and then into a log.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: step at which this process began.
+    """
+
+    def __init__(self, total_steps: int, first_step: int):
+        self._total = total_steps
+        self._first = first_step
+        self._started = time.monotonic()
+        self._shown = 0.0
+        self._loss: float | None = None
+        self._tokens_per_second: float | None = None
+        self._terminal = sys.stdout.isatty()
+
+    def update(
+        self, step: int, part: float, *, loss: float | None = None, tokens_per_second: float | None = None
+    ) -> None:
+        """Show the step that is under way, how much of it is done (0 to 1), and the newest numbers."""
+        self._loss = self._loss if loss is None else loss
+        self._tokens_per_second = self._tokens_per_second if tokens_per_second is None else tokens_per_second
+        now = time.monotonic()
+        if now - self._shown >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
+            self._shown = now
+            self._print(step, part, now)
+
+    def _print(self, step: int, part: float, now: float) -> None:
+        done = step + part
+        text = f"step {step:,}/{self._total:,}"
+        if part:
+            text += f" ({part:.0%} of the next)"
+        if self._loss is not None:
+            text += f"  loss {self._loss:.4f}"
+        if self._tokens_per_second is not None:
+            text += f"  {self._tokens_per_second:,.0f} tokens/s"
+        if done > self._first:
+            left = (now - self._started) / (done - self._first) * (self._total - done)
+            text += f"  {_duration(left)} left"
+        print(f"\r\x1b[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        print(f"\r\x1b[2K{text}" if self._terminal else text, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+def write_status(folder: Path, state: str, reason: str, step: int) -> None:
+    """Write status.json, by which scripts decide what to do next: launchers do not pass exit codes on.
+
+    Args:
+        folder: the run folder.
+        state: "running", "finished", "stopped" or "failed".
+        reason: one sentence.
+        step: the step of the last checkpoint, or the current one.
+    """
+    content = {"state": state, "reason": reason, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_atomically(folder / STATUS, (json.dumps(content) + "\n").encode())
