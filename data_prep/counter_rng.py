@@ -28,6 +28,7 @@ class Stream(enum.IntEnum):
     DROPOUT = 10
     INITIALISATION = 11
     TOKENIZER_SAMPLE = 12
+    SEGMENTS = 13
 
 
 def _mix_int(z: int) -> int:

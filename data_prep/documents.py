@@ -348,12 +348,15 @@ _LONGEST_WRAPPED_LINE = 200
 # sentencex slows down with the square of a paragraph's length, and one quotation mark that is never closed
 # hides all sentence ends behind it: longer paragraphs are handed over in pieces of so many characters.
 _PIECE = 2000
+# Languages that put no space between words, so that a line end is none either; foreign words keep theirs.
 _WITHOUT_SPACES = ("zh", "ja", "yue", "wuu", "lzh", "th", "lo", "km", "my", "bo")
+_INNER_LINE_END = re.compile(r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])")
 
 
 def _clean(line: str) -> str:
-    line = " ".join(line.split())
-    if line.isprintable():  # in C, and true of nearly all lines
+    line = line.strip()
+    # The only space that is printable is U+0020, so this finds nearly every clean line in two fast scans.
+    if line.isprintable() and "  " not in line:
         return line
     return " ".join(_SURROGATE.sub("\ufffd", _NOT_TEXT.sub(" ", line)).split())
 
@@ -367,30 +370,32 @@ def _lines(text: str) -> list[str]:
 
 def _segment(lines: Iterable[str], language: str) -> list[str]:
     """Clean lines, join those of a paragraph, and cut paragraphs into sentences."""
-    glue = "" if re.split("[-_]", language.lower())[0] in _WITHOUT_SPACES else " "
     return [
         sentence
-        for paragraph in _paragraphs(lines, glue)
+        for paragraph in _paragraphs(lines, language)
         for piece in _sentences(paragraph, language)
         if (sentence := piece.strip())
     ]
 
 
-def _paragraphs(lines: Iterable[str], glue: str) -> Iterator[str]:
+def _paragraphs(lines: Iterable[str], language: str) -> Iterator[str]:
     block: list[str] = []
     for line in map(_clean, lines):
         if line:
             block.append(line)
         elif block:
-            yield from _unwrap(block, glue)
+            yield from _unwrap(block, language)
             block = []
-    yield from _unwrap(block, glue)
+    yield from _unwrap(block, language)
 
 
-def _unwrap(block: list[str], glue: str) -> list[str]:
-    if len(block) > 1 and max(map(len, block)) <= _LONGEST_WRAPPED_LINE:
-        return [glue.join(block)]
-    return block
+def _unwrap(block: list[str], language: str) -> list[str]:
+    if len(block) < 2 or max(map(len, block)) > _LONGEST_WRAPPED_LINE:
+        return block
+    paragraph = "\n".join(block)
+    if language.lower().startswith(_WITHOUT_SPACES):
+        paragraph = _INNER_LINE_END.sub("", paragraph)
+    return [paragraph.replace("\n", " ")]
 
 
 def _sentences(paragraph: str, language: str) -> Iterator[str]:
@@ -555,33 +560,36 @@ _LITTER = [
     (re.compile(r"__[^\W\d_]{3,}__"), ""),
     (re.compile(r"\[\[(?:[^\[\]|\n]*\|)*|\]\]|\{\{+|\}\}+"), ""),
     # What a template leaves behind when it stood in parentheses, before a comma or first in a sentence.
-    (re.compile(r"([(（])[ ,;:\xa0]+"), r"\1"),
-    (re.compile(r"[ ,;:\xa0]+([)）])"), r"\1"),
+    # Bounds keep the time linear on long runs.
+    (re.compile(r"([(（])[ ,;:\xa0]{1,9}"), r"\1"),
+    (re.compile(r"[ ,;:\xa0]{1,9}([)）])"), r"\1"),
     (re.compile(r"\(\)|（）"), ""),
     (re.compile(r"(?:^|(?<=[.!?])[ \xa0]+)[,;:][ ,;:\xa0]*(?=\w)", re.MULTILINE), " "),
-    (re.compile(r"[ \xa0]+(?=[,.](?:\s|$))"), ""),
+    (re.compile(r"[ \xa0]{1,9}(?=[,.](?:\s|$))"), ""),
     (re.compile(r",(?:[ \xa0]*,)+"), ","),
 ]
 
 
 def _read_mediawiki(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> Iterator[list[str]]:
+    for title, text, file_names in _pages(stream, split.path):
+        try:
+            plain = _plain_text(text, file_names)
+        except (ParserError, RecursionError) as error:
+            raise UserError(f'{split.path}: the markup of page "{title}" does not parse ({error})') from error
+        yield _segment(plain.split("\n"), options.language)
+
+
+def _xml_events(stream: BinaryIO, path: str) -> Iterator[tuple[str, ET.Element]]:
     try:
-        for title, text, file_names in _pages(stream, split.path):
-            try:
-                plain = _plain_text(text, file_names)
-            except (ParserError, RecursionError) as error:
-                raise UserError(
-                    f'{split.path}: the markup of page "{title}" does not parse ({error})'
-                ) from error
-            yield _segment(plain.split("\n"), options.language)
-    except ET.ParseError as error:
-        _check_utf8(split.path)
-        raise UserError(f"{split.path}: the XML is cut short or malformed ({error}); get it again") from error
+        yield from ET.iterparse(stream, events=("start", "end"))
+    except (ET.ParseError, LookupError, ValueError) as error:  # the last two: unknown encodings
+        _check_utf8(path)
+        raise UserError(f"{path}: the XML is cut short or malformed ({error}); get it again") from error
 
 
 def _pages(stream: BinaryIO, path: str) -> Iterator[tuple[str, str, set[str]]]:
     """Yield title and newest wikitext of each article, and the wiki's names for files and categories."""
-    events = ET.iterparse(stream, events=("start", "end"))
+    events = _xml_events(stream, path)
     _, root = next(events)
     if _local_name(root) != "mediawiki":
         raise UserError(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.shards import Block, ShardSet
+from data_prep.shards import SPLITS, Block, ShardSet
 from data_prep.tokenizer import Tokenizer
 
 BAR_WIDTH = 50
@@ -17,7 +17,9 @@ def print_instances(shard_set: ShardSet, split: str, start: int, count: int) -> 
         UserError: there are not that many.
     """
     offsets = shard_set.block_offsets(split)
-    if not 0 <= start < max(1, offsets[-1]):
+    if offsets[-1] == 0:
+        raise UserError(f"--split {split}: {shard_set.folder} has no such instances")
+    if not 0 <= start < offsets[-1]:
         raise UserError(
             f"--start {start}: the {split} split of {shard_set.folder} has instances 0 to {offsets[-1] - 1}"
         )
@@ -49,7 +51,8 @@ def print_statistics(shard_set: ShardSet) -> None:
     """Print counts, the length histogram of training and the padding that it saves."""
     manifest = shard_set.manifest
     seq_len = manifest["settings"]["instances"]["seq_len"]
-    for split, content in manifest["splits"].items():
+    for split in SPLITS:
+        content = manifest["splits"][split]
         counts = content["counts"]
         if counts:
             print(
@@ -64,7 +67,7 @@ def print_statistics(shard_set: ShardSet) -> None:
     )
     histogram = np.array(manifest["splits"]["train"]["length_histogram"])
     print("\ninstance lengths (training)")
-    edges = np.linspace(0, seq_len, ROWS + 1).astype(int)
+    edges = np.unique(np.linspace(0, seq_len, ROWS + 1).astype(int))
     rows = [histogram[low + 1 : high + 1].sum() for low, high in zip(edges[:-1], edges[1:], strict=True)]
     for low, high, count in zip(edges[:-1], edges[1:], rows, strict=True):
         print(f"  {low + 1:4d}–{high:<4d} {count:>12,} {'█' * round(BAR_WIDTH * count / max(rows))}")

@@ -149,9 +149,7 @@ def _choose_segments(
         first, end = bounds[document], bounds[document + 1]
         i, k = first, 0
         while i < end:
-            w = (
-                first + k
-            )  # every instance uses up at least one sentence, so k stays below the document's count
+            w = first + k  # every instance uses up a sentence at least: k stays below the document's count
             target = short_target[w] if short[w] else longest
             j = min(bisect_left(offsets, offsets[i] + target, i + 1, end), end)
             if is_random[w] or (end - first == 1 and offsets[end] - offsets[first] == 1):
@@ -191,7 +189,7 @@ def _draws(documents: TokenDocuments, document_keys: np.ndarray) -> list[np.ndar
     """`_DRAWS` uniform numbers for each sentence of each document, as float64 [S] each."""
     counts = np.diff(documents.document_offsets)
     k = ragged_range(np.zeros(len(counts), dtype=np.int64), counts)
-    words = derive(np.repeat(document_keys, counts), k)
+    words = derive(derive(np.repeat(document_keys, counts), k), int(Stream.SEGMENTS))
     return [uniform(derive(words, number)) for number in range(_DRAWS)]
 
 

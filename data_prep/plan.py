@@ -7,10 +7,12 @@ it. Number and content of the tasks come from the input bytes alone.
 import hashlib
 import json
 import os
+import shutil
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 from data_prep.documents import InputFile, InputSplit, ReadOptions, find_inputs, split_inputs
@@ -113,7 +115,9 @@ def make_plan(inputs: list[str], tokenizer_folder: Path, output: Path, settings:
     """
     tokenizer = Tokenizer(tokenizer_folder)
     _check_tokenizer(tokenizer, settings)
-    files = find_inputs(inputs, settings.read)
+    # Absolute: array elements and restarts may begin in other folders.
+    files = [replace(file, path=os.path.abspath(file.path)) for file in find_inputs(inputs, settings.read)]
+    files.sort(key=lambda file: file.path)
     total = sum(file.size for file in files)
     buckets = max(1, -(-total // settings.bucket_bytes))
     content = {
@@ -136,7 +140,7 @@ def begin_plan(plan: Plan, tokenizer_folder: Path) -> None:
     """
     path = plan.work / PLAN
     if path.is_file():
-        _refuse_other_plan(path, plan)
+        _check_same(plan.output, json.loads(path.read_text(encoding="utf-8")), plan.content)
         return
     leftover = next(plan.output.glob("*.tar"), None)
     if leftover:
@@ -148,12 +152,18 @@ def begin_plan(plan: Plan, tokenizer_folder: Path) -> None:
     write_atomically(path, canonical_json(plan.content).encode())
 
 
-def load_plan(output: Path) -> Plan:
-    """The plan that `make_plan` wrote."""
+def load_plan(output: Path, settings: ShardSettings) -> Plan:
+    """The plan that `begin_plan` wrote.
+
+    Raises:
+        UserError: there is none, or it was made with other settings.
+    """
     path = output / WORK_FOLDER / PLAN
     if not path.is_file():
         raise UserError(f"{path}: there is no plan here yet; run `shards` with `--only plan` first")
-    return Plan(output, json.loads(path.read_text(encoding="utf-8")))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    _check_same(output, {"settings": content["settings"]}, {"settings": asdict(settings)})
+    return Plan(output, content)
 
 
 def library_versions() -> dict[str, str]:
@@ -177,17 +187,19 @@ def _copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         write_atomically(folder / name, (tokenizer.folder / name).read_bytes())
 
 
-def _refuse_other_plan(path: Path, plan: Plan) -> None:
-    there = json.loads(path.read_text(encoding="utf-8"))
-    if there != plan.content:
+def _check_same(output: Path, there: dict, now: dict) -> None:
+    if there != now:
         raise UserError(
-            f"{path.parent.parent}: it holds the unfinished work of another command ({differences(there, plan.content)}); "
-            f"give the same settings again, choose another --output, or delete {path.parent.parent}"
+            f"{output}: it holds the unfinished work of another command ({differences(there, now)}); "
+            f"give the same settings again, choose another --output, or delete {output}"
         )
 
 
 def differences(old: object, new: object, name: str = "") -> str:
-    """The keys in which two nested values differ, with both values, for a message."""
+    """The keys in which two nested values differ, with both values, for a message.
+
+    Lists are those of files: the first file that differs is named.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [
             differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
@@ -196,12 +208,15 @@ def differences(old: object, new: object, name: str = "") -> str:
         ]
         return ", ".join(parts)
     if isinstance(old, list) and isinstance(new, list):
-        return f"{name} are not the same"
+        first = next(b or a for a, b in zip_longest(old, new) if a != b)
+        return f"{name}: {first.get('path', first.get('name'))} is not the same"
     return f"{name}: {old} there, {new} now"
 
 
 def finished_shards(plan: Plan) -> dict | None:
     """The manifest in the plan's folder if the same shards are finished there, None if there are none.
+
+    What a command that was killed behind its last write has left is removed.
 
     Raises:
         UserError: shards with other settings are there.
@@ -220,6 +235,7 @@ def finished_shards(plan: Plan) -> dict | None:
             f"{plan.output}: it holds shards that were made with other settings ({differences(there, now)}); "
             "choose another --output or delete the folder"
         )
+    shutil.rmtree(plan.work, ignore_errors=True)
     return manifest
 
 

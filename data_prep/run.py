@@ -7,6 +7,7 @@ python data_prep/run.py verify    data/shards
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -15,12 +16,18 @@ from pathlib import Path
 from data_prep.errors import UserError, run_program
 
 ONLY = ("plan", "tokenize", "instances", "manifest")
+LONGEST_SEQ_LEN = (1 << 16) - 1  # positions have 16 bits in the shard format
 
 
 def main(argv: list[str] | None = None) -> int | None:
     """Parse the command line and run a command."""
     arguments = _parser().parse_args(argv)
-    return arguments.command(arguments)
+    try:
+        return arguments.command(arguments)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a file where a folder should be, no permission
+        raise UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -151,8 +158,8 @@ def _share(text: str) -> float:
 
 def _positive_float(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
@@ -189,7 +196,7 @@ def train(arguments: argparse.Namespace) -> None:
         _read_options(arguments),
         eval_fraction=arguments.eval_fraction,
         budget_bytes=description["sample_bytes"],
-        split_bytes=int(arguments.split_mb * 1e6),
+        split_bytes=max(1, int(arguments.split_mb * 1e6)),
         workers=arguments.workers,
     )
     print(
@@ -206,14 +213,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 def make_shards(arguments: argparse.Namespace) -> None:
     """Make shards, or the part of them that `--only` and `--part` name."""
-    from data_prep import plan as planning
     from data_prep.instances import InstanceSettings
+    from data_prep.plan import ShardSettings
     from data_prep.tasks import group_buckets, write_manifest
     from data_prep.workers import work_lock
 
-    if arguments.seq_len < 8:
-        raise UserError(f"--seq_len {arguments.seq_len}: an instance needs at least 8 tokens")
-    settings = planning.ShardSettings(
+    if not 8 <= arguments.seq_len <= LONGEST_SEQ_LEN:
+        raise UserError(f"--seq_len {arguments.seq_len}: an instance has 8 to {LONGEST_SEQ_LEN:,} tokens")
+    settings = ShardSettings(
         read=_read_options(arguments),
         instances=InstanceSettings(
             arguments.seq_len, arguments.short_seq_prob, duplicates=arguments.duplicates, seed=arguments.seed
@@ -228,13 +235,9 @@ def make_shards(arguments: argparse.Namespace) -> None:
     only = arguments.only
     started = time.monotonic()
     with work_lock(arguments.output, shared=only in ("tokenize", "instances")):
-        if only in (None, "plan"):
-            plan = planning.make_plan(arguments.input, arguments.tokenizer, arguments.output, settings)
-            manifest = planning.finished_shards(plan)
-            if manifest is None:
-                planning.begin_plan(plan, arguments.tokenizer)
-        else:
-            plan, manifest = planning.load_plan(arguments.output), None
+        plan, manifest = _begin(arguments, settings)
+        if manifest is not None:
+            print(f"{arguments.output}: these shards are finished; there is nothing to do")
         if manifest is None and only in (None, "tokenize"):
             _run_stage(plan, "tokenize", part, arguments.workers)
         if manifest is None and only in (None, "instances"):
@@ -242,6 +245,20 @@ def make_shards(arguments: argparse.Namespace) -> None:
         if manifest is None and only in (None, "manifest"):
             manifest = write_manifest(plan, group_buckets(plan))
     _report(arguments, plan, manifest, time.monotonic() - started)
+
+
+def _begin(arguments: argparse.Namespace, settings) -> tuple:
+    """The plan, and the manifest if the shards are finished already."""
+    from data_prep import plan as planning
+    from data_prep.shards import MANIFEST
+
+    if arguments.only not in (None, "plan") and not (arguments.output / MANIFEST).is_file():
+        return planning.load_plan(arguments.output, settings), None
+    plan = planning.make_plan(arguments.input, arguments.tokenizer, arguments.output, settings)
+    manifest = planning.finished_shards(plan)
+    if manifest is None:
+        planning.begin_plan(plan, arguments.tokenizer)
+    return plan, manifest
 
 
 def _part(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -282,12 +299,15 @@ def _run_stage(plan, stage: str, part: tuple[int, int], workers: int) -> None:
 
 
 def _report(arguments: argparse.Namespace, plan, manifest: dict | None, seconds: float) -> None:
+    from data_prep.shards import SPLITS
+
     if manifest is None:
         print(
             f"{arguments.only}: done; {len(plan.splits)} tokenize tasks, {sum(plan.buckets.values())} buckets in {plan.work}"
         )
         return
-    for split, content in manifest["splits"].items():
+    for split in SPLITS:
+        content = manifest["splits"][split]
         counts = content["counts"]
         if counts:
             print(
@@ -321,12 +341,12 @@ def verify_shards(arguments: argparse.Namespace) -> None:
     total = sum(
         shard["bytes"] for split in shard_set.manifest["splits"].values() for shard in split["shards"]
     )
-    files = 0
+    shards = 0
     with progress_bar(total, "B", "verify") as bar:
         for _, size in verify(arguments.folder):
             bar.update(size)
-            files += 1
-    print(f"{arguments.folder}: {files} shards, manifest and tokenizer are as they were written")
+            shards += 1
+    print(f"{arguments.folder}: {shards} shards, manifest and tokenizer are as they were written")
 
 
 if __name__ == "__main__":

@@ -69,8 +69,11 @@ def shard_name(split: str, number: int) -> str:
 
 
 def canonical_json(value: object) -> str:
-    """One spelling for equal values, so that it can be hashed and compared."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    """One spelling for equal values, so that it can be hashed and compared.
+
+    It is ASCII, which holds file names that are not UTF-8 too.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -300,7 +303,9 @@ def _check_files(folder: Path, manifest: dict) -> None:
 
 
 def verify(folder: str | Path) -> Iterator[tuple[str, int]]:
-    """Check every byte of a shard set; yields (file name, bytes) after each file that is as it was written.
+    """Check every byte of a shard set; yields (name, bytes) after each shard that is as it was written.
+
+    The manifest and the tokenizer are checked before the first shard.
 
     Raises:
         UserError: something differs; the sentence names the file.
@@ -318,7 +323,6 @@ def verify(folder: str | Path) -> Iterator[tuple[str, int]]:
                     "copy it again or make the shards again"
                 )
             yield shard["name"], shard["bytes"]
-    yield MANIFEST, (shard_set.folder / MANIFEST).stat().st_size
     shard_set.close()
 
 

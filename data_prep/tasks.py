@@ -28,6 +28,7 @@ from data_prep.shards import (
     FORMAT_VERSION,
     MANIFEST,
     SPLITS,
+    TOKENIZER_FOLDER,
     Block,
     canonical_json,
     manifest_bytes,
@@ -58,7 +59,7 @@ def tokenize(plan: Plan, task: int) -> int:
     """Run a tokenize task unless it is done; returns its input bytes."""
     split = plan.splits[task]
     path = plan.token_file(task)
-    if not (path.is_file() and _token_header(path)["fingerprint"] == plan.fingerprint):
+    if not _is_tokenized(plan, task):
         _check_unchanged(plan, split)
         arrays, counts = _tokenize_split(plan, split)
         header = canonical_json({"fingerprint": plan.fingerprint, "counts": counts})
@@ -70,6 +71,11 @@ def tokenize(plan: Plan, task: int) -> int:
         os.replace(temporary, path)
         sync_folder(path.parent)
     return split.end - split.start
+
+
+def _is_tokenized(plan: Plan, task: int) -> bool:
+    path = plan.token_file(task)
+    return path.is_file() and _token_header(path)["fingerprint"] == plan.fingerprint
 
 
 def _token_header(path: Path) -> dict:
@@ -182,7 +188,8 @@ def group_buckets(plan: Plan) -> dict[str, list[tuple[int, int]]]:
         raise UserError(
             f"--eval_fraction {plan.settings.eval_fraction}: {int(unique[first_eval:].sum())} of {documents:,} documents "
             "would be held out, but next-sentence prediction needs at least two; "
-            f"raise it to {min(0.5, max(2 * plan.settings.eval_fraction, 5 / documents)):.2g} or give 0 for no evaluation set"
+            f"delete {plan.output} and raise it to {min(0.5, max(2 * plan.settings.eval_fraction, 5 / documents)):.2g} "
+            "(for the tokenizer too), or give 0 for no evaluation set"
         )
     return groups
 
@@ -192,7 +199,7 @@ def _unique_documents(plan: Plan) -> np.ndarray:
     borders, hashes = [], []
     for task in range(len(plan.splits)):
         path = plan.token_file(task)
-        if not path.is_file():
+        if not _is_tokenized(plan, task):
             raise UserError(f"{path}: tokenize task {task} is not done yet; run the tokenize stage first")
         with safetensors.safe_open(path, "numpy") as file:
             borders.append(file.get_tensor("document_border"))
@@ -219,7 +226,7 @@ def _join(unique: np.ndarray, first: int) -> list[tuple[int, int]]:
 def _too_few(plan: Plan, training: int, total: int) -> str:
     where = ", ".join(file["path"] for file in plan.content["inputs"][:3])
     if total == 0:
-        return f"{where}: no text was found in the input; check --format ({', '.join({s.format for s in plan.splits})} was used)"
+        return f"{where}: no text was found in the input; check --format ({', '.join(sorted({s.format for s in plan.splits}))} was used)"
     return (
         f"{where}: {training} different documents for training ({total} in all), but next-sentence prediction needs "
         "at least two; give more text, or check --format (documents are separated by blank lines in `sentences`)"
@@ -228,28 +235,27 @@ def _too_few(plan: Plan, training: int, total: int) -> str:
 
 def build_shard(plan: Plan, split: str, number: int, buckets: tuple[int, int]) -> int:
     """Run an instances task unless it is done; returns the number of buckets in it."""
-    entry_path = plan.entry_file(split, number)
-    shard_path = plan.output / shard_name(split, number)
-    if not (
-        shard_path.is_file()
-        and entry_path.is_file()
-        and _entry(entry_path)["fingerprint"] == plan.fingerprint
-    ):
+    if _finished_entry(plan, split, number) is None:
         documents, dropped = _load_documents(plan, buckets)
         pairs = build_pairs(documents, plan.settings.instances)
         statistics = _Statistics(plan.settings.instances.seq_len)
         special_ids = plan.content["tokenizer"]["special_ids"]
         blocks = assemble_blocks(documents, pairs, special_ids, plan.policy)
-        shard = write_shard(shard_path, map(statistics.observe, blocks))
+        shard = write_shard(plan.output / shard_name(split, number), map(statistics.observe, blocks))
         counts = {"documents": len(documents), "duplicate_documents": dropped} | statistics.counts
         entry = {"fingerprint": plan.fingerprint, "shard": shard, "counts": counts}
         entry["length_histogram"] = statistics.length_histogram.tolist()
-        write_atomically(entry_path, canonical_json(entry).encode())
+        write_atomically(plan.entry_file(split, number), canonical_json(entry).encode())
     return buckets[1] - buckets[0]
 
 
-def _entry(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _finished_entry(plan: Plan, split: str, number: int) -> dict | None:
+    """Manifest entry of a shard if this plan has finished it."""
+    path = plan.entry_file(split, number)
+    if not (path.is_file() and (plan.output / shard_name(split, number)).is_file()):
+        return None
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    return entry if entry["fingerprint"] == plan.fingerprint else None
 
 
 def _load_documents(plan: Plan, buckets: tuple[int, int]) -> tuple[TokenDocuments, int]:
@@ -265,11 +271,9 @@ def _load_documents(plan: Plan, buckets: tuple[int, int]) -> tuple[TokenDocument
         with safetensors.safe_open(plan.token_file(task), "numpy") as file:
             for name, unit in columns.items():
                 border = file.get_slice(f"{unit}_border")
-                low, high = (
-                    int(border[buckets[0] : buckets[0] + 1][0]),
-                    int(border[buckets[1] : buckets[1] + 1][0]),
-                )
-                parts[name].append(file.get_slice(name)[low:high])
+                low, high = (int(border[bucket : bucket + 1][0]) for bucket in buckets)
+                if low < high:  # safetensors refuses an empty slice at the end of an array
+                    parts[name].append(file.get_slice(name)[low:high])
     arrays = {name: np.concatenate(part) for name, part in parts.items()}
     documents = TokenDocuments.from_lengths(**arrays)
     order = np.lexsort((documents.hashes[:, 1], documents.hashes[:, 0]))
@@ -301,12 +305,12 @@ def write_manifest(plan: Plan, groups: dict[str, list[tuple[int, int]]]) -> dict
     for split in SPLITS:
         entries = []
         for number in range(len(groups[split])):
-            path = plan.entry_file(split, number)
-            if not path.is_file():
+            entry = _finished_entry(plan, split, number)
+            if entry is None:
                 raise UserError(
-                    f"{path}: shard {shard_name(split, number)} is not done yet; run the instances stage first"
+                    f"{plan.output / shard_name(split, number)}: this shard is not done yet; run the instances stage first"
                 )
-            entries.append(_entry(path))
+            entries.append(entry)
         splits[split] = _summary(entries)
     manifest = {
         "format": FORMAT,
@@ -318,8 +322,9 @@ def write_manifest(plan: Plan, groups: dict[str, list[tuple[int, int]]]) -> dict
         "read": _add(_token_header(plan.token_file(task))["counts"] for task in range(len(plan.splits))),
         "splits": splits,
     }
-    for path in plan.output.glob(".*.tar.*"):
-        path.unlink()  # what a killed worker left behind
+    for folder in (plan.output, plan.output / TOKENIZER_FOLDER):
+        for path in folder.glob(".*.[0-9]*"):
+            path.unlink()  # what a killed process left of a file that it was writing
     write_atomically(plan.output / MANIFEST, manifest_bytes(manifest))
     shutil.rmtree(plan.work)
     return manifest

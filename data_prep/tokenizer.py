@@ -168,6 +168,10 @@ def train_tokenizer(sentences: Iterator[str], folder: Path, description: dict) -
     Raises:
         UserError: the text does not support a vocabulary of that size.
     """
+    if description["vocab_size"] <= len(SPECIAL_PIECES):
+        raise UserError(
+            f"--vocab_size {description['vocab_size']}: the special pieces alone are {len(SPECIAL_PIECES)}; ask for more"
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

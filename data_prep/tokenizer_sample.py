@@ -39,8 +39,8 @@ def sample_sentences(
     sentences = [sentence for _, sentence in sample.items()]
     if not sentences:
         raise UserError(
-            f"{', '.join(inputs[:3])}: no text was found in the input; check --format "
-            f"({', '.join(sorted({split.format for split in splits}))} was used)"
+            f"{', '.join(inputs[:3])}: no text to train on was found in the input; check --format "
+            f"({', '.join(sorted({split.format for split in splits}))} was used), --eval_fraction and --sample_mb"
         )
     return sentences
 

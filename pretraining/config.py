@@ -12,13 +12,19 @@ import json.scanner
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
-from pretraining.optimizer import OptimizerSettings, ScheduleSettings
+from pretraining.optimizer import (
+    SCHEDULES,
+    ConstantSchedule,
+    OptimizerSettings,
+    ScheduleSettings,
+    StrictModel,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -26,45 +32,34 @@ PASSED_THROUGH = (
     *("communication_data_type", "wall_clock_breakdown", "memory_breakdown"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
-_OWN_LOGS = "pretraining writes TensorBoard, metrics.jsonl and its speed by itself; leave it out"
-_DATA_PARALLEL = "the encoder is trained with data parallelism only; leave it out"
-_MEAN = "the loss is scaled for a mean over the ranks in one reduction, which this would change; leave it out"
-_ORDER = "the order of the data is a function of the seed, not of DeepSpeed's loader; leave it out"
-_REMOVED = "DeepSpeed has removed this feature; leave it out"
 _MASTERS = "it needs DeepSpeed's own CPU optimizer and trains less exactly; leave it out"
 _OLD_OFFLOAD = 'this is the old name; write "offload_optimizer": {"device": "cpu"}'
+_REFUSED_AT_TOP = {  # reason: keys
+    'DeepSpeed has dropped apex; write "fp16" or "bf16"': "amp",
+    'this is the old name; write "bf16"': "bfloat16",
+    'the precision comes from "fp16" or "bf16"; write one of them': "torch_autocast",
+    "pretraining writes TensorBoard, metrics.jsonl and its speed by itself; leave it out": "tensorboard wandb comet "
+    "csv_monitor flops_profiler comms_logger autotuning timers log_level dump_state",
+    "pretraining decides how checkpoints are written and resumed; leave it out": "checkpoint",
+    "the encoder is trained with data parallelism only; leave it out": "pipeline tensor_parallel expert_parallel "
+    "hybrid_engine sequence_parallel_size use_data_before_expert_parallelism",
+    "gradients are averaged over the ranks in one reduction, which this would change; leave it out": "compile "
+    "managed_gradient_accumulation prescale_gradients gradient_allreduce_op gradient_predivide_factor disable_allgather",
+    "the order of the data is a function of the seed; leave it out": "data_efficiency curriculum_learning "
+    "dataloader_drop_last",
+    "the batch is the same on any number of ranks without it; leave it out": "elasticity",
+    "nothing here uses it; leave it out": "activation_checkpointing aio weight_quantization",
+    "DeepSpeed has removed it; leave it out": "compression_training quantize_training progressive_layer_drop eigenvalue "
+    "sparse_attention sparse_gradients graph_harvesting nebula",
+}
 REFUSED = {
-    "": {
-        "amp": 'DeepSpeed has dropped apex\'s mixed precision; write "fp16" or "bf16" instead',
-        "bfloat16": 'this is the old name; write "bf16"',
-        "torch_autocast": 'the precision comes from "fp16" or "bf16"; write one of them instead',
-        "checkpoint": "pretraining decides how checkpoints are written and resumed; leave it out",
-        "activation_checkpointing": "the model does not use DeepSpeed's activation checkpointing; leave it out",
-        "compile": "the engine's graph passes do not know the coalesced reduction; leave it out",
-        "elasticity": "the batch is the same on any number of ranks without it; leave it out",
-        "aio": "nothing is offloaded to NVMe here; leave it out",
-        "weight_quantization": "it is for inference only; leave it out",
-        **dict.fromkeys(
-            ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger"), _OWN_LOGS
-        ),
-        **dict.fromkeys(("autotuning", "timers", "log_level", "dump_state"), _OWN_LOGS),
-        **dict.fromkeys(("pipeline", "tensor_parallel", "expert_parallel", "hybrid_engine"), _DATA_PARALLEL),
-        **dict.fromkeys(("sequence_parallel_size", "use_data_before_expert_parallelism"), _DATA_PARALLEL),
-        **dict.fromkeys(
-            ("managed_gradient_accumulation", "prescale_gradients", "gradient_allreduce_op"), _MEAN
-        ),
-        **dict.fromkeys(("gradient_predivide_factor", "disable_allgather"), _MEAN),
-        **dict.fromkeys(("data_efficiency", "curriculum_learning", "dataloader_drop_last"), _ORDER),
-        **dict.fromkeys(
-            ("compression_training", "quantize_training", "progressive_layer_drop", "eigenvalue"), _REMOVED
-        ),
-        **dict.fromkeys(("sparse_attention", "sparse_gradients", "graph_harvesting", "nebula"), _REMOVED),
-    },
+    "": {key: reason for reason, keys in _REFUSED_AT_TOP.items() for key in keys.split()},
     "zero_optimization": {
         "round_robin_gradients": "a run could not go on with another number of ranks; leave it out",
         "offload_param": "it is for stage 3 only; leave it out",
         "zenflow": "it reduces gradients in its own way; leave it out",
         "legacy_stage1": "DeepSpeed has removed it; leave it out",
+        "stage3_gather_fp16_weights_on_model_save": "it is for stage 3 only; leave it out",
         "elastic_checkpoint": "checkpoints move between numbers of ranks without it; leave it out",
         **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), _OLD_OFFLOAD),
     },
@@ -87,11 +82,7 @@ DEFAULT_MICRO_BATCH_SIZE = 32
 NEVER = 1_000_000_000  # DeepSpeed prints a progress line of its own every so many steps
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Document(_Part):
+class _Document(StrictModel):
     train_batch_size: int | None = Field(None, gt=0)
     train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
     gradient_accumulation_steps: int | None = Field(None, gt=0)
@@ -110,50 +101,18 @@ class _Document(_Part):
     zero_force_ds_cpu_optimizer: bool = True
 
 
-class _DataTypes(_Part):
+class _DataTypes(StrictModel):
     grad_accum_dtype: Literal["fp32"] | None = None
 
 
-class _AdamW(_Part):
-    lr: float = Field(gt=0)
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_w_mode: bool = True
-    bias_correction: Literal[True] = True
-    torch_adam: bool = False
-
-
-class _WarmupLR(_Part):
-    warmup_min_lr: float = Field(0.0, ge=0)
-    warmup_max_lr: float | None = Field(None, gt=0)
-    warmup_num_steps: int = Field(1000, gt=0)
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class _WarmupDecayLR(_WarmupLR):
-    total_num_steps: int | None = Field(None, gt=0)
-
-
-class _WarmupCosineLR(_Part):
-    warmup_min_ratio: float = Field(0.0, ge=0)
-    cos_min_ratio: float = Field(0.0001, ge=0)
-    warmup_num_steps: int = Field(1000, gt=0)
-    warmup_type: Literal["log", "linear"] = "log"
-    total_num_steps: int | None = Field(None, gt=0)
-
-
-class _Optimizer(_Part):
+class _Optimizer(StrictModel):
     type: str
     params: dict[str, Any]
 
 
-class _Scheduler(_Part):
+class _Scheduler(StrictModel):
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
     params: dict[str, Any] = {}
-
-
-SCHEDULES = {"WarmupLR": _WarmupLR, "WarmupDecayLR": _WarmupDecayLR, "WarmupCosineLR": _WarmupCosineLR}
 
 
 @dataclass(frozen=True)
@@ -182,7 +141,7 @@ class Lowered:
 
     `max_micro_steps` is the largest number of micro-steps of any rank in any step; `micro_batch_size` the largest
     number of instances in one. `optimizer_device` is where the update runs (CPU under offload). `replacements` says
-    what differs from the user's JSON on this machine and why.
+    what is replaced on this machine and why; `DeepSpeedSettings.notes` holds what differs anywhere.
     """
 
     engine_config: dict[str, Any]
@@ -339,13 +298,12 @@ def _sentence(
     fault: Mapping[str, Any], prefix: str, schema: type[BaseModel], refused: Mapping[str, str]
 ) -> str:
     *parents, key = fault["loc"] or ("",)
-    name = prefix + ".".join(map(str, fault["loc"]))
+    name = (prefix + ".".join(map(str, fault["loc"]))).rstrip(".")
     if fault["type"] == "missing":
         return f'"{name}" is missing; write it'
     if fault["type"] != "extra_forbidden":
-        return (
-            f'"{name}" is {json.dumps(fault["input"], default=str)}; {fault["msg"].replace("Input", "it", 1)}'
-        )
+        expected = fault["msg"].replace("Input", "it", 1).replace("should be None", "belongs to another type")
+        return f'"{name}" is {json.dumps(fault["input"], default=str)}; {expected}'
     for parent in parents:
         annotation = schema.model_fields[parent].annotation
         schema = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
@@ -400,36 +358,28 @@ def _optimizer(section: Any, errors: _Errors, notes: list[str]) -> OptimizerSett
         errors.add(
             f'"optimizer.type" is {json.dumps(entry.type)}; this version trains with AdamW; write "AdamW"'
         )
-    params = _check(_AdamW, entry.params, "optimizer.params", errors)
-    if params is None:
-        return None
-    if not params.adam_w_mode and params.weight_decay:
+    params = _check(OptimizerSettings, entry.params, "optimizer.params", errors)
+    if params is not None and not params.adam_w_mode and params.weight_decay:
         errors.add(
             '"optimizer.params.adam_w_mode" is false, which adds the weight decay to the gradient; BERT is trained with '
             "AdamW; leave it out"
         )
-    if params.torch_adam:
+    if params is not None and params.torch_adam:
         notes.append("torch_adam: the AdamW kernel is chosen by the device")
-    return OptimizerSettings(
-        type="AdamW",
-        lr=float(params.lr),
-        betas=(float(params.betas[0]), float(params.betas[1])),
-        eps=float(params.eps),
-        weight_decay=float(params.weight_decay),
-    )
+    return params
 
 
 def _schedule(
     section: Any, optimizer: OptimizerSettings | None, errors: _Errors, notes: list[str]
 ) -> ScheduleSettings | None:
-    lr = optimizer.lr if optimizer else None
-    if section is None:
-        return ScheduleSettings("Constant", peak_lr=lr)
-    entry = _check(_Scheduler, section, "scheduler", errors)
-    params = entry and _check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
-    if params is None or lr is None:
+    entry = section and _check(_Scheduler, section, "scheduler", errors)
+    schedule = entry and _check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
+    if optimizer is None or (section and schedule is None):
         return None
-    peak = getattr(params, "warmup_max_lr", None)
+    lr = optimizer.lr
+    if not section:
+        return ConstantSchedule(warmup_max_lr=lr)
+    peak = schedule.warmup_max_lr
     if peak is not None and peak != lr:
         errors.add(
             f'"scheduler.params.warmup_max_lr" is {peak:g} but "optimizer.params.lr" is {lr:g}; write the same number '
@@ -439,20 +389,12 @@ def _schedule(
         notes.append(
             f"scheduler: the warm-up ends at the optimizer's lr {lr:g}, not at DeepSpeed's default 0.001"
         )
-    total, warmup = getattr(params, "total_num_steps", None), params.warmup_num_steps
+    total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
     if total is not None and total <= warmup:
         errors.add(
             f'"scheduler.params.total_num_steps" is {total}, not above the warm-up of {warmup}; write more'
         )
-    return ScheduleSettings(
-        type=entry.type,
-        peak_lr=lr,
-        start_lr=params.warmup_min_ratio * lr if entry.type == "WarmupCosineLR" else params.warmup_min_lr,
-        end_lr=params.cos_min_ratio * lr if entry.type == "WarmupCosineLR" else 0.0,
-        warmup_type=params.warmup_type,
-        warmup_num_steps=warmup,
-        total_num_steps=total,
-    )
+    return schedule.model_copy(update={"warmup_max_lr": lr})
 
 
 def lower(
@@ -468,7 +410,7 @@ def lower(
     `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours.
     """
     errors = _Errors(settings.path)
-    notes = list(settings.notes)
+    notes: list[str] = []
     batch, micro_batch, micro_steps = _plan_batch(settings, world_size, errors)
     sections = dict(settings.sections)
     precision = _choose_precision(settings.precision, device, capabilities, notes, errors)

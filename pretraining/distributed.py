@@ -262,18 +262,18 @@ def _choose_device(placement: Placement) -> "torch.device":
     return torch.device("cuda", index)
 
 
-def capabilities_of(device_type: str) -> Capabilities:
-    """Ask torch what the processor, or the current GPU, computes in hardware."""
+def machine_capabilities() -> tuple[str, Capabilities]:
+    """The device type that a rank here would use ("cuda" or "cpu"), and what it computes in hardware."""
     deepspeed = import_deepspeed()
     import torch
 
-    if device_type == "cuda":
+    if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Capabilities(bf16="bf16 tensor cores" if has_bf16 else None, fp16=True)
+        return "cuda", Capabilities(bf16="bf16 tensor cores" if has_bf16 else None, fp16=True)
     has = torch.cpu.get_capabilities()
     names = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if has.get(name)]
     accelerator = deepspeed.accelerator.get_accelerator()
-    return Capabilities(bf16=names[0] if names else None, fp16=bool(accelerator.is_fp16_supported()))
+    return "cpu", Capabilities(bf16=names[0] if names else None, fp16=bool(accelerator.is_fp16_supported()))
 
 
 def _threads(environment: Mapping[str, str], local_world_size: int) -> int:
@@ -316,6 +316,15 @@ def all_sum(values: Sequence[float]) -> list[float]:
 def all_true(flag: bool) -> bool:
     """True on every rank if `flag` is true on every rank; a collective call."""
     return all_sum([0.0 if flag else 1.0]) == [0.0]
+
+
+def gather_objects(value: object) -> list:
+    """The value of each rank, in the order of ranks, on all ranks; a collective call."""
+    import torch
+
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def gradient_accumulation(engine, max_micro_steps: int) -> AbstractContextManager[None]:

@@ -8,71 +8,103 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from data_prep.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-DECAYING_SCHEDULES = ("WarmupDecayLR", "WarmupCosineLR")
+
+class StrictModel(BaseModel):
+    """An object of a JSON file: no unknown keys, no strings for numbers, no NaN, not changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The JSON's "optimizer" entry. `lr` is the peak learning rate, per step of the whole batch."""
+class OptimizerSettings(StrictModel):
+    """ "params" of the JSON's "optimizer", with DeepSpeed's defaults; `lr` is the peak rate, per step."""
 
-    type: str
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    lr: float = Field(gt=0)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_w_mode: bool = True
+    bias_correction: Literal[True] = True
+    torch_adam: bool = False
 
 
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """The JSON's "scheduler" entry, in DeepSpeed's terms; all learning rates are absolute, all lengths in steps.
+class ScheduleSettings(StrictModel):
+    """ "params" of the JSON's "scheduler", with DeepSpeed's names and defaults; lengths in optimizer steps.
 
-    `type` is WarmupLR, WarmupDecayLR, WarmupCosineLR or Constant (no entry). `peak_lr` is the optimizer's lr.
-    `start_lr` is the rate at step 0, and for WarmupDecayLR at the end too; `end_lr` is the cosine's end.
+    `warmup_max_lr` is the optimizer's lr once the file has been read. `total_num_steps` is None where the
+    schedule has no end, or gets it from the length of the run.
     """
 
-    type: str
-    peak_lr: float
-    start_lr: float = 0.0
-    end_lr: float = 0.0
-    warmup_type: str = "log"
-    warmup_num_steps: int = 1000
-    total_num_steps: int | None = None
+    warmup_num_steps: int = Field(1000, gt=0)
+    warmup_type: Literal["log", "linear"] = "log"
+    warmup_max_lr: float | None = Field(None, gt=0)
+    total_num_steps: None = None
+
+
+class ConstantSchedule(ScheduleSettings):
+    """No "scheduler" entry: the optimizer's lr from the first step on."""
+
+
+class WarmupLR(ScheduleSettings):
+    """A warm-up, then constant."""
+
+    warmup_min_lr: float = Field(0.0, ge=0)
+
+
+class WarmupDecayLR(ScheduleSettings):
+    """A warm-up, then a linear decay from there to `warmup_min_lr` at the last step."""
+
+    warmup_min_lr: float = Field(0.0, ge=0)
+    total_num_steps: int | None = Field(None, gt=0)
+
+
+class WarmupCosineLR(ScheduleSettings):
+    """A warm-up, then half a cosine; the ratios are of the optimizer's lr."""
+
+    warmup_min_ratio: float = Field(0.0, ge=0)
+    cos_min_ratio: float = Field(0.0001, ge=0)
+    total_num_steps: int | None = Field(None, gt=0)
+
+
+SCHEDULES = {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 
 def learning_rate(schedule: ScheduleSettings, step: int) -> float:
     """The learning rate of the update that follows `step` applied updates (0 for the first).
 
     The values are those of DeepSpeed's scheduler of the same name at `last_batch_iteration = step`, so the first
-    update runs at `start_lr`, as in the original BERT. Skipped updates do not count as steps.
+    update runs at the start of the warm-up, as in the original BERT. Skipped updates do not count as steps.
     """
-    if schedule.type == "Constant":
-        return schedule.peak_lr
+    peak = schedule.warmup_max_lr
+    if isinstance(schedule, ConstantSchedule):
+        return peak
+    is_cosine = isinstance(schedule, WarmupCosineLR)
+    least = schedule.warmup_min_ratio * peak if is_cosine else schedule.warmup_min_lr
     warmup = max(2, schedule.warmup_num_steps)  # DeepSpeed's floor: log(1) would divide by zero
     if step < warmup:
         is_linear = schedule.warmup_type == "linear"
         rise = step / warmup if is_linear else math.log(step + 1) / math.log(warmup)
-        return schedule.start_lr + (schedule.peak_lr - schedule.start_lr) * rise
-    if schedule.type == "WarmupLR":
-        return schedule.peak_lr
+        return least + (peak - least) * rise
+    if isinstance(schedule, WarmupLR):
+        return peak
     if schedule.total_num_steps is None:
         raise ValueError("a decaying schedule needs its end: make it with schedule_for")
     length = max(1, schedule.total_num_steps - warmup)
-    if schedule.type == "WarmupDecayLR":
-        left = max(0.0, (schedule.total_num_steps - step) / length)
-        return schedule.start_lr + (schedule.peak_lr - schedule.start_lr) * left
+    if not is_cosine:
+        return least + (peak - least) * max(0.0, (schedule.total_num_steps - step) / length)
+    least = schedule.cos_min_ratio * peak
     progress = min(1.0, (step - warmup + 1) / length)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return schedule.end_lr + (schedule.peak_lr - schedule.end_lr) * cosine
+    return least + (peak - least) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def schedule_for(schedule: ScheduleSettings, max_steps: int | None) -> tuple[ScheduleSettings, str | None]:
@@ -82,13 +114,13 @@ def schedule_for(schedule: ScheduleSettings, max_steps: int | None) -> tuple[Sch
     Returns the schedule and a sentence that says what was changed, or None.
     """
     total = schedule.total_num_steps
-    if schedule.type not in DECAYING_SCHEDULES or max_steps in (None, total):
-        if schedule.type in DECAYING_SCHEDULES and total is None:
-            raise UserError(
-                f"scheduler.params.total_num_steps is absent, and {schedule.type} needs an end: write it, or give "
-                "--max_steps"
-            )
+    if not isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) or (total and max_steps in (None, total)):
         return schedule, None
+    if max_steps is None:
+        raise UserError(
+            "scheduler.params.total_num_steps is absent, and a decaying schedule needs an end: write it, or give "
+            "--max_steps"
+        )
     warmup = schedule.warmup_num_steps
     if total is not None:
         warmup = min(warmup, max(1, round(warmup * max_steps / total)))
@@ -97,7 +129,7 @@ def schedule_for(schedule: ScheduleSettings, max_steps: int | None) -> tuple[Sch
             f"scheduler.params.warmup_num_steps is {warmup} but --max_steps is {max_steps}: write fewer warm-up steps, "
             "or total_num_steps so that the warm-up can shrink in proportion"
         )
-    fitted = replace(schedule, total_num_steps=max_steps, warmup_num_steps=warmup)
+    fitted = schedule.model_copy(update={"total_num_steps": max_steps, "warmup_num_steps": warmup})
     if total is None:
         return fitted, None
     return fitted, (
@@ -169,11 +201,13 @@ def _deepspeed_adam_is_built() -> bool:
 def _build_torch(groups: Iterable[dict[str, Any]], settings: OptimizerSettings) -> "torch.optim.Optimizer":
     import torch
 
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps, fused=True
+    )
 
 
 def _build_fused_adam(
     module: str, groups: Iterable[dict[str, Any]], settings: OptimizerSettings
 ) -> "torch.optim.Optimizer":
     fused_adam = importlib.import_module(module).FusedAdam
-    return fused_adam(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, adam_w_mode=True)
+    return fused_adam(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps, adam_w_mode=True)

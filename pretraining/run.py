@@ -9,6 +9,7 @@ The same command goes on from the last checkpoint of its run folder.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -138,7 +139,8 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
         UserError: something in the command, the JSON or the shards is wrong.
     """
     from data_prep.shards import ShardSet
-    from pretraining.config import lower, machine_capabilities, read_deepspeed_json
+    from pretraining.config import lower, read_deepspeed_json
+    from pretraining.distributed import machine_capabilities
     from pretraining.model import BertConfig
     from pretraining.optimizer import schedule_for
 
@@ -198,7 +200,6 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     arguments = parse_arguments(argv)
     from pretraining.distributed import find_placement
-    import os
 
     placement = find_placement(os.environ)
     try:
@@ -228,3 +229,210 @@ def _description(preparation: Preparation, world_size: int) -> list[str]:
         max_steps=preparation.max_steps,
         notes=preparation.notes,
     )
+
+
+def _run(preparation: Preparation, started: float) -> int:
+    """Start the ranks, build or load everything, train, and leave a status behind."""
+    from pretraining import distributed
+    from pretraining.metrics import write_status
+    from pretraining.trainer import StopFlag
+
+    stop = StopFlag(preparation.run_folder, distributed.find_placement(os.environ).rank)
+    world = distributed.start()
+    folder = preparation.run_folder
+    trainer = None
+
+    def leave_status(state: str, reason: str) -> None:
+        if world.rank == 0 and folder.is_dir():
+            write_status(folder, state, reason, trainer.state.step if trainer else 0)
+
+    try:
+        trainer, batches = _build(preparation, world, stop, started)
+        leave_status("running", "")
+        finished = trainer.run(batches)
+        batches.close()
+        if finished:
+            leave_status("finished", f"{preparation.max_steps} steps are done")
+            _say_end(preparation, world.rank)
+            return 0
+        reason = stop.reason or "another rank was asked to stop"
+        leave_status("stopped", reason)
+        if world.rank == 0:
+            print(
+                f"stopped by {reason}; the same command goes on from step {trainer.state.step:,}", flush=True
+            )
+        return EXIT_STOPPED
+    except UserError as error:
+        leave_status("failed", str(error))
+        raise
+    except Exception as error:
+        leave_status("failed", f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        return 1
+    finally:
+        distributed.shutdown()
+
+
+def _build(preparation: Preparation, world, stop, started: float):
+    """Make the engine, load the newest checkpoint if there is one, and set the trainer up."""
+    from pretraining.checkpoint import Checkpoints, TrainState, load
+    from pretraining.data import TrainingBatches
+    from pretraining.distributed import gather_objects
+    from pretraining.metrics import ProgressLine, Recorder
+    from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
+    from pretraining.trainer import LoopSettings, Recipe, Trainer
+
+    arguments, lowered, shard_set = preparation.arguments, preparation.lowered, preparation.shard_set
+    checkpoints = Checkpoints(
+        preparation.run_folder, _identity(preparation), world.rank, world.world_size, gather_objects, print
+    )
+    checkpoint = checkpoints.newest_whole()
+    if checkpoint:
+        if arguments.resume == "never":
+            raise UserError(
+                f"{checkpoint.path}: there is a checkpoint and --resume is never; choose another --output"
+            )
+        checkpoints.check_identity(checkpoint)
+        state = checkpoint.state
+    else:
+        state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
+    engine, optimizer_name = _make_engine(preparation, world)
+    if checkpoint:
+        load(engine, checkpoint)
+    recorder = progress = None
+    if world.rank == 0:
+        preparation.run_folder.mkdir(parents=True, exist_ok=True)
+        _write_settings(preparation, world, optimizer_name)
+        recorder = Recorder(preparation.run_folder, state.step)
+        progress = ProgressLine(preparation.max_steps, state.step)
+        _say_start(preparation, world, state, optimizer_name, started)
+        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.step)
+    order = Order(shard_set.block_offsets("train"), state.seed, state.lanes, state.window)
+    batches = TrainingBatches(
+        order,
+        shard_set,
+        consumed=state.consumed,
+        train_batch_size=lowered.train_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        max_instances=lowered.micro_batch_size,
+        masking=arguments.masking,
+        seed=arguments.seed,
+        skipped_ranges=state.skipped_ranges,
+        pin=world.device.type == "cuda",
+    )
+    recipe = Recipe(
+        seed=arguments.seed,
+        seq_len=preparation.seq_len,
+        train_batch_size=lowered.train_batch_size,
+        micro_batch_size=lowered.micro_batch_size,
+        max_micro_steps=lowered.max_micro_steps,
+        schedule=preparation.schedule,
+        has_next_sentence=not arguments.no_next_sentence,
+    )
+    loop = LoopSettings(
+        preparation.max_steps,
+        arguments.log_interval,
+        arguments.save_interval,
+        arguments.eval_interval,
+        arguments.eval_instances,
+        arguments.keep,
+    )
+    trainer = Trainer(engine, world, recipe, loop, state, checkpoints, shard_set, recorder, progress, stop)
+    return trainer, batches
+
+
+def _identity(preparation: Preparation) -> dict:
+    """What a resumed run must share with the run that it goes on with."""
+    return {
+        "shards": preparation.shard_set.manifest_sha256,
+        "model": preparation.config.to_dict(),
+        "seed": preparation.arguments.seed,
+        "masking": preparation.arguments.masking,
+        "train_batch_size": preparation.lowered.train_batch_size,
+        "precision": preparation.lowered.precision,
+        "optimizer": "AdamW",
+    }
+
+
+def _make_engine(preparation: Preparation, world):
+    """Initialise model, optimizer and DeepSpeed engine; returns the engine and what the optimizer is."""
+    import torch
+
+    from data_prep.counter_rng import Stream, key
+    from pretraining.distributed import accumulate_in_fp32, import_deepspeed
+    from pretraining.model import BertForPreTraining
+    from pretraining.optimizer import choose_adamw, parameter_groups
+
+    lowered = preparation.lowered
+    torch.manual_seed(key(preparation.arguments.seed, Stream.INITIALISATION))
+    model = BertForPreTraining(preparation.config)
+    choice = choose_adamw(lowered.optimizer_device)
+    groups = parameter_groups(model, lowered.optimizer.weight_decay)
+    engine, *_ = import_deepspeed().initialize(
+        model=model,
+        optimizer=choice.build(groups, lowered.optimizer),
+        config=lowered.engine_config,
+        dist_init_required=False,
+    )
+    if lowered.max_micro_steps > 1:
+        accumulate_in_fp32(engine)
+    return engine, f"{choice.name}: {choice.why}"
+
+
+def _write_settings(preparation: Preparation, world, optimizer_name: str) -> None:
+    """settings.json: everything that the run was started with, so that its folder explains itself."""
+    from importlib.metadata import version
+
+    from data_prep.shards import write_atomically
+
+    content = {
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(preparation.arguments).items()
+        },
+        "model": preparation.config.to_dict(),
+        "deepspeed": preparation.lowered.engine_config,
+        "train_batch_size": preparation.lowered.train_batch_size,
+        "precision": preparation.lowered.precision,
+        "optimizer": optimizer_name,
+        "notes": preparation.notes,
+        "world_size": world.world_size,
+        "device": str(world.device),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy", "webdataset")},
+        "commit": _commit(),
+    }
+    write_atomically(
+        preparation.run_folder / "settings.json", (json.dumps(content, indent=1) + "\n").encode()
+    )
+
+
+def _commit() -> str | None:
+    """The commit of this code, if it runs from a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _say_start(preparation: Preparation, world, state, optimizer_name: str, started: float) -> None:
+    print("\n".join(_description(preparation, world.world_size)))
+    print(f"optimizer: {optimizer_name}")
+    if state.step:
+        print(f"going on from step {state.step:,}, {state.consumed:,} instances read")
+    print(f"curves: tensorboard --logdir {preparation.run_folder.parent}")
+    print(f"started in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _say_end(preparation: Preparation, rank: int) -> None:
+    if rank == 0:
+        folder = preparation.run_folder
+        print(
+            f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
+        )
+        print(f"next: tensorboard --logdir {folder.parent}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -193,6 +193,22 @@ def test_cleaning_and_cutting_lose_nothing_but_spaces(tmp_path, text):
         assert not any(unicodedata.category(c) == "Cc" for c in sentence)
 
 
+def test_documents_belong_to_the_split_of_their_first_byte(tmp_path):
+    """A JSON line that begins on a cut is behind it; so are sentences behind a blank line on a cut."""
+    lines = write(tmp_path, "t.jsonl", '{"text":"a"}\r\n{"text":"b"}\r\n')
+    blocks = write(tmp_path, "t.txt", "a\n\nb\n\u3000\r\nc\n \nd")  # blank lines begin at 2, 5 and 12
+
+    def parts(path: str, kind: str, cut: int) -> list[int]:
+        size = os.path.getsize(path)
+        splits = [InputSplit(path, kind, 0, cut), InputSplit(path, kind, cut, size)]
+        return [len(list(read_documents(split, ReadOptions()))) for split in splits]
+
+    assert [parts(lines, "jsonl", cut) for cut in (1, 13, 14, 15)] == [[1, 1], [1, 1], [1, 1], [2, 0]]
+    assert [parts(blocks, "sentences", cut) for cut in (2, 3, 5, 6, 12, 13)] == [
+        [1, 3], [2, 2], [2, 2], [3, 1], [3, 1], [4, 0],
+    ]  # fmt: skip
+
+
 # Formats
 
 
@@ -207,9 +223,9 @@ def test_wrapped_lines_are_joined_within_a_paragraph_only(tmp_path):
     text = "The first\nsentence. The\nsecond\n\nis cut\r\n \t\r\nOff."
     path = write(tmp_path, "t", text)
     assert read(path, format="documents") == [["The first sentence.", "The second", "is cut", "Off."]]
-    assert read(write(tmp_path, "z", "你好世\n界。再见。"), format="documents", language="zh-CN") == [
-        ["你好世界。", "再见。"]
-    ]
+    assert read(
+        write(tmp_path, "z", "你好世\n界。New\nYork再见。"), format="documents", language="zh-CN"
+    ) == [["你好世界。", "New York再见。"]]
 
 
 def test_lines_that_were_never_wrapped_are_paragraphs(tmp_path):
@@ -364,12 +380,16 @@ def test_invalid_utf8_is_located(tmp_path, end, split_bytes):
 def test_a_character_cut_off_at_the_end_is_found(tmp_path):
     """A file that ends within a character is invalid, not short."""
     assert "line 2, byte 3" in message(write(tmp_path, "t.txt", b"ab\n\xed\x95"))
+    # A CRLF that lies across two reads of 1 MiB is one line end.
+    across = b"a" * (2**20 - 1) + b"\r\n\xff"
+    assert "line 2, byte 1048577" in message(write(tmp_path, "u.txt", across))
 
 
 @pytest.mark.parametrize(
     ("line", "pattern"),
     [
         ('{"text": "a"', "does not parse"),
+        ('\ufeff{"text": "a"}', "does not parse"),
         ('["a"]', "found list.*jq"),
         ('"a"', "found str"),
         ('{"body": "a", "id": 1}', '"text"; the fields are "body", "id"'),
@@ -380,7 +400,7 @@ def test_a_character_cut_off_at_the_end_is_found(tmp_path):
         ('{"text": ' + "9" * 5000 + "}", "does not parse|found int"),
     ],
 )
-@pytest.mark.parametrize("split_bytes", [1 << 40, 20])
+@pytest.mark.parametrize("split_bytes", [1 << 40, 20, 36])
 def test_bad_json_lines_are_named(tmp_path, line, pattern, split_bytes):
     """File, line in the file (not in the split) and the keys that there are."""
     path = write(tmp_path, "t.jsonl", '{"text": "fine"}\r\n\r\n{"text": "too"}\n' + line)
@@ -425,6 +445,9 @@ def test_damaged_files_are_named(tmp_path):
     for name, content in cases.items():
         path = write(tmp_path, name, content)
         assert path in message(path), name
+    for encoding in ("EUC-JP", "unheard-of"):
+        head = f'<?xml version="1.0" encoding="{encoding}"?>'
+        assert "encoding" in message(write(tmp_path, "l.xml", head + dump))
     assert "MediaWiki" in message(tmp_path / "h.xml")
     assert "line 1, column" in message(tmp_path / "f.xml")
     bad = write(tmp_path, "k.xml", dump.encode().replace(b"Text", b"Te\xff"))

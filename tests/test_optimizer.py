@@ -1,0 +1,210 @@
+"""Schedules against DeepSpeed's own, AdamW against the paper in float64, parameter groups, choice of kernels."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.errors import UserError
+from pretraining.optimizer import (
+    ConstantSchedule,
+    OptimizerSettings,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    choose_adamw,
+    learning_rate,
+    parameter_groups,
+    schedule_for,
+)
+
+PEAK = 2e-3
+WARMUP = {"warmup_num_steps": 10, "warmup_max_lr": PEAK}
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("warmup_num_steps", [1, 2, 10])
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_rates_are_those_of_deepspeeds_scheduler(kind, warmup_num_steps, warmup_type):
+    """At every step of the run and beyond its end the rate equals DeepSpeed's of the same name and options."""
+    from deepspeed.runtime import lr_schedules
+
+    options = {"warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type}
+    options |= {"total_num_steps": 40} if kind is not WarmupLR else {}
+    options |= (
+        {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}
+        if kind is WarmupCosineLR
+        else {"warmup_min_lr": 1e-4}
+    )
+    theirs_only = {} if kind is WarmupCosineLR else {"warmup_max_lr": PEAK}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    theirs = getattr(lr_schedules, kind.__name__)(optimizer, **options, **theirs_only)
+    ours = kind(**options, warmup_max_lr=PEAK)
+    for step in range(50):
+        theirs.step(step)
+        assert learning_rate(ours, step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-15), step
+
+
+def test_linear_warm_up_and_decay_as_a_table():
+    """BERT's shape: up to the peak over the warm-up, down to zero at the last step."""
+    schedule = WarmupDecayLR(**WARMUP, warmup_type="linear", total_num_steps=110)
+    table = {0: 0.0, 1: 0.1, 5: 0.5, 9: 0.9, 10: 1.0, 60: 0.5, 109: 0.01, 110: 0.0, 500: 0.0}
+    assert {step: learning_rate(schedule, step) / PEAK for step in table} == pytest.approx(table)
+    assert learning_rate(ConstantSchedule(warmup_max_lr=PEAK), 0) == PEAK
+
+
+def test_a_run_as_long_as_its_schedule_changes_nothing():
+    """No --max_steps, or the schedule's own length, leaves it as it is, without a note."""
+    schedule = WarmupDecayLR(**WARMUP, total_num_steps=100)
+    assert schedule_for(schedule, None) == schedule_for(schedule, 100) == (schedule, None)
+    for endless in (WarmupLR(**WARMUP), ConstantSchedule(warmup_max_lr=PEAK)):
+        assert schedule_for(endless, 5) == schedule_for(endless, None) == (endless, None)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "warmup"),
+    [(1_000, 10), (10_000, 100), (50, 1), (10, 1), (5_000_000, 10_000)],
+)
+def test_a_shorter_run_keeps_the_share_of_its_warm_up(max_steps, warmup):
+    """Shortened, the warm-up shrinks in proportion; lengthened, it stays; the decay ends with the run and it is said."""
+    paper = WarmupDecayLR(
+        warmup_num_steps=10_000, warmup_type="linear", warmup_max_lr=1e-4, total_num_steps=1_000_000
+    )
+    fitted, note = schedule_for(paper, max_steps)
+    assert (fitted.total_num_steps, fitted.warmup_num_steps) == (max_steps, warmup)
+    assert learning_rate(fitted, max_steps) == 0.0
+    assert max(learning_rate(fitted, step) for step in range(min(max_steps, 20_000))) == pytest.approx(1e-4)
+    assert str(max_steps) in note
+    assert "1000000" in note
+
+
+def test_a_decay_without_an_end_is_refused():
+    """Neither total_num_steps nor --max_steps, or no room for the warm-up, is a sentence to the user."""
+    schedule = WarmupCosineLR(**WARMUP)
+    with pytest.raises(UserError, match="total_num_steps is absent"):
+        schedule_for(schedule, None)
+    with pytest.raises(UserError, match=r"warmup_num_steps is 10 but --max_steps is 10"):
+        schedule_for(schedule, 10)
+    fitted, note = schedule_for(schedule, 11)
+    assert (fitted.total_num_steps, fitted.warmup_num_steps, note) == (11, 10, None)
+
+
+class TinyBert(torch.nn.Module):
+    """The kinds of parameters that a BERT has, with the decoder tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 4)
+        self.dense = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.decoder = torch.nn.Linear(4, 7)
+        self.decoder.weight = self.embedding.weight
+        self.frozen = torch.nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+
+
+def test_biases_and_layer_norms_do_not_decay():
+    """Each trained parameter is in one group, the tied one once, in the order of the module."""
+    model = TinyBert()
+    decayed, plain = parameter_groups(model, 0.01)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
+    expected = [model.embedding.weight, model.dense.weight]
+    assert [id(p) for p in decayed["params"]] == [id(p) for p in expected]
+    expected = [model.dense.bias, model.norm.weight, model.norm.bias, model.decoder.bias]
+    assert [id(p) for p in plain["params"]] == [id(p) for p in expected]
+    assert len(parameter_groups(torch.nn.LayerNorm(3), 0.01)) == 1
+
+
+def adamw_reference(weights, gradients, rates, weight_decay, betas, eps):
+    """Algorithm 2 of Loshchilov & Hutter with decay × rate, in float64."""
+    weights = weights.astype(np.float64)
+    first, second = np.zeros_like(weights), np.zeros_like(weights)
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        weights = weights - rate * weight_decay * weights
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        corrected = np.sqrt(second / (1 - betas[1] ** t)) + eps
+        weights = weights - rate * first / (1 - betas[0] ** t) / corrected
+    return weights
+
+
+def test_adamw_on_the_cpu_is_the_papers():
+    """50 steps of the kernel chosen here, with a schedule and both groups, equal the float64 recurrence."""
+    settings = OptimizerSettings(lr=1e-2, betas=[0.9, 0.98], eps=1e-6, weight_decay=0.1)
+    model = torch.nn.Linear(33, 5)
+    start = [p.detach().numpy().copy() for p in (model.weight, model.bias)]
+    name, _, build = choose_adamw("cpu")
+    assert name == "torch.optim.AdamW(fused=True)"
+    optimizer = build(parameter_groups(model, settings.weight_decay), settings)
+    schedule = WarmupDecayLR(warmup_num_steps=5, warmup_type="linear", warmup_max_lr=1e-2, total_num_steps=60)
+    rates = [learning_rate(schedule, step) for step in range(50)]
+    generator = np.random.default_rng(0)
+    gradients = [[generator.standard_normal(w.shape).astype(np.float32) for w in start] for _ in rates]
+    for rate, gradient in zip(rates, gradients, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for parameter, value in zip((model.weight, model.bias), gradient, strict=True):
+            parameter.grad = torch.from_numpy(value)
+        optimizer.step()
+    for index, (parameter, decay) in enumerate([(model.weight, 0.1), (model.bias, 0.0)]):
+        steps = [gradient[index] for gradient in gradients]
+        expected = adamw_reference(start[index], steps, rates, decay, settings.betas, settings.eps)
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put made-up packages first on the path; each file holds the given text."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("apex", "amp_C")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.parent != tmp_path:
+                (path.parent / "__init__.py").touch()
+            path.write_text(text)
+
+    yield write
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("apex", "amp_C")]:
+        del sys.modules[name]
+
+
+def test_a_look_alike_of_apex_is_passed_over(install):
+    """PyPI's apex is not imported, and one sentence says why it is not used."""
+    install({"apex/__init__.py": "raise RuntimeError('a web toolkit was imported')"})
+    name, why, _ = choose_adamw("cuda")
+    assert name == "torch.optim.AdamW(fused=True)"
+    assert "not NVIDIA's" in why
+    assert "DeepSpeed's FusedAdam was not built" in why
+    assert "apex" not in sys.modules
+
+
+def test_apex_without_its_kernels_is_passed_over(install):
+    """A Python-only build of apex would fail at the first step."""
+    install({"apex/__init__.py": "", "apex/optimizers/fused_adam.py": "class FusedAdam: pass"})
+    assert "without its CUDA extensions" in choose_adamw("cuda").why
+
+
+def test_apex_is_the_first_choice_on_cuda(install):
+    """NVIDIA's package is used as AdamW, with the settings of the JSON."""
+    fake = "class FusedAdam:\n    def __init__(self, groups, **options): self.given = groups, options\n"
+    files = ("apex/__init__.py", "apex/optimizers/fused_adam.py", "amp_C.py")
+    install(dict.fromkeys(files, "") | {"apex/optimizers/__init__.py": fake})
+    name, _, build = choose_adamw("cuda")
+    assert name == "apex.optimizers.FusedAdam"
+    groups = [{"params": [], "weight_decay": 0.01}]
+    built = build(groups, OptimizerSettings(lr=1e-4, eps=1e-6)).given
+    assert built == (groups, {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "adam_w_mode": True})
+
+
+def test_deepspeeds_kernel_is_used_only_if_it_is_built(install, monkeypatch):
+    """Without apex, DeepSpeed's FusedAdam is second; it is never compiled on the spot."""
+    import deepspeed.git_version_info as built
+
+    monkeypatch.setitem(built.installed_ops, "fused_adam", True)
+    assert choose_adamw("cuda").name == "torch.optim.AdamW(fused=True)"
+    monkeypatch.setattr(built, "accelerator_name", "cuda")
+    assert choose_adamw("cuda").name == "deepspeed.ops.adam.FusedAdam"
