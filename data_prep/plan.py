@@ -15,8 +15,8 @@ from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 
-from data_prep.documents import InputFile, InputSplit, ReadOptions, find_inputs, split_inputs
 from data_prep.errors import UserError
+from data_prep.inputs import InputFile, InputSplit, ReadOptions, find_inputs, split_inputs
 from data_prep.instances import InstanceSettings
 from data_prep.masking import MaskPolicy
 from data_prep.shards import (

@@ -171,7 +171,7 @@ def _positive_int(text: str) -> int:
 
 
 def _read_options(arguments: argparse.Namespace):
-    from data_prep.documents import ReadOptions
+    from data_prep.inputs import ReadOptions
 
     return ReadOptions(arguments.format, arguments.language, arguments.text_field, arguments.document_start)
 

@@ -328,18 +328,23 @@ def verify(folder: str | Path) -> Iterator[tuple[str, int]]:
 
 def _check_block(shard_set: ShardSet, split: str, block_index: int, name: str) -> None:
     block = shard_set.read_block(split, block_index)
-    lengths = np.diff(block.offsets.astype(np.int64))
-    masks = np.diff(block.masked_lm_offsets.astype(np.int64))
-    positions_inside = block.masked_lm_positions < np.repeat(lengths, masks)
-    sound = (
-        len(lengths) == len(block) == len(masks)
-        and block.offsets[-1] == len(block.tokens)
-        and block.masked_lm_offsets[-1] == len(block.masked_lm_positions) == len(block.masked_lm_inputs)
-        and (lengths >= block.segment_a).all()
-        and bool(positions_inside.all())
-        and int(block.tokens.max(initial=0)) < shard_set.manifest["tokenizer"]["vocab_size"]
-    )
-    if not sound:
+    if not _is_sound(block, shard_set.manifest["tokenizer"]["vocab_size"]):
         raise UserError(
             f"{shard_set.folder / name}: block {block_index} of {split} holds impossible numbers; make the shards again"
         )
+
+
+def _is_sound(block: Block, vocab_size: int) -> bool:
+    lengths = np.diff(block.offsets.astype(np.int64))
+    masks = np.diff(block.masked_lm_offsets.astype(np.int64))
+    sizes_agree = (
+        len(lengths) == len(block) == len(masks)
+        and block.offsets[-1] == len(block.tokens)
+        and block.masked_lm_offsets[-1] == len(block.masked_lm_positions) == len(block.masked_lm_inputs)
+        and bool((masks >= 0).all())
+    )
+    return sizes_agree and bool(
+        (lengths >= block.segment_a).all()
+        and (block.masked_lm_positions < np.repeat(lengths, masks)).all()
+        and block.tokens.max(initial=0) < vocab_size
+    )

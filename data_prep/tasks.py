@@ -19,8 +19,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from data_prep.documents import InputSplit, document_hash, read_documents
+from data_prep.documents import document_hash, read_documents
 from data_prep.errors import UserError
+from data_prep.inputs import InputSplit
 from data_prep.instances import TokenDocuments, assemble_blocks, build_pairs
 from data_prep.plan import Plan, held_out, input_names
 from data_prep.shards import (

@@ -2,15 +2,9 @@
 
 import hashlib
 
-from data_prep.documents import (
-    InputSplit,
-    ReadOptions,
-    document_hash,
-    find_inputs,
-    read_documents,
-    split_inputs,
-)
+from data_prep.documents import document_hash, read_documents
 from data_prep.errors import UserError
+from data_prep.inputs import InputSplit, ReadOptions, find_inputs, split_inputs
 from data_prep.plan import held_out
 from data_prep.tokenizer import BottomSample
 from data_prep.workers import progress_bar, run_tasks

@@ -54,4 +54,8 @@ def token_documents(lengths: list[list[int]], seed: int = 0, dtype=np.uint32) ->
 
 def files(folder: Path) -> dict[str, bytes]:
     """Relative name → content of every file below a folder, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

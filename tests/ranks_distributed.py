@@ -142,20 +142,22 @@ def case_reductions_per_step(world: World) -> dict:
     """All-reduces of the backward passes of one step, by number of micro-steps, with and without our context."""
     counts = {}
     real = torch.distributed.all_reduce
-
-    def counting(*arguments, **options):
-        counts[name] = counts.get(name, 0) + 1
-        return real(*arguments, **options)
-
     features, _ = batch_of(0)
     for name, micro_steps, context in (("one", 1, True), ("six", 6, True), ("six without", 6, False)):
         engine = make_engine(world, make_model())
+        calls = []
+
+        def counting(*arguments, calls=calls, **options):
+            calls.append(1)
+            return real(*arguments, **options)
+
         torch.distributed.all_reduce = counting
         with gradient_accumulation(engine, micro_steps) if context else nullcontext():
             for _ in range(micro_steps):
                 engine.backward(engine(features).sum())
         torch.distributed.all_reduce = real
         engine.step()
+        counts[name] = len(calls)
     return counts
 
 

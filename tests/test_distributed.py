@@ -44,10 +44,16 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 def run_ranks(world_size: int, output: Path, *cases: str) -> dict:
     """Run the cases under torchrun and return rank 0's results; the exit code must be 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
-    command += ["--master_port=0", str(RANKS), str(output), *cases]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+    ]
+    command += [str(RANKS), str(output), *cases]
     done = subprocess.run(
-        command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=200
+        command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(output.read_text())
@@ -94,10 +100,10 @@ def test_gradients_are_reduced_once_per_step(two_ranks):
 
 
 def test_gradients_add_up_in_float32(two_ranks):
-    """1,024 like micro-steps in bf16 give the right gradient; without accumulate_in_fp32 half of it is lost."""
+    """1,024 like micro-steps in bf16 give the right gradient; without accumulate_in_fp32 three quarters are lost."""
     seen = two_ranks["many_micro_steps_in_bf16"]
     assert seen["fp32 gradients"] == pytest.approx(1.0, rel=5e-3)
-    assert seen["as DeepSpeed does"] < 0.75 * seen["fp32 gradients"]
+    assert seen["as DeepSpeed does"] < 0.3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -15,17 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import (
-    FORMATS,
-    InputFile,
-    InputSplit,
-    ReadOptions,
-    document_hash,
-    find_inputs,
-    read_documents,
-    split_inputs,
-)
+from data_prep.documents import document_hash, read_documents
 from data_prep.errors import UserError
+from data_prep.inputs import FORMATS, InputFile, InputSplit, ReadOptions, find_inputs, split_inputs
 
 FAST = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # What can go wrong at a border: every line end, blank lines of odd spaces, a mark, characters of 1-4 bytes.

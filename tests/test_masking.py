@@ -62,9 +62,7 @@ def test_derive_hashes_key_plus_counter_output(keys, numbers):
     """derive(key, n) is the finaliser of the key plus SplitMix64's n-th output from seed 0, with broadcasting."""
     words = derive(np.array(keys, dtype=np.uint64)[:, None], np.array(numbers, dtype=np.uint64))
     assert words.dtype == np.uint64
-    assert words.tolist() == [
-        [finaliser(one + splitmix64(0, number)) for number in numbers] for one in keys
-    ]
+    assert words.tolist() == [[finaliser(one + splitmix64(0, number)) for number in numbers] for one in keys]
     assert int(derive(keys[0], numbers[0])) == int(words[0, 0])
 
 
@@ -109,7 +107,9 @@ def test_uniform_and_below_stay_inside_and_reach_the_ends():
         assert below(extremes, bound).tolist() == [0, bound - 1]
     words = derive(key(1), np.arange(100_000))
     assert abs(chi_square(np.bincount(below(words, 77), minlength=77))) < 5
-    assert below(words[:3], np.array([1, 2, 3])).tolist() == [int(w / WORD * (i + 1)) for i, w in enumerate(words[:3].tolist())]
+    assert below(words[:3], np.array([1, 2, 3])).tolist() == [
+        int(w / WORD * (i + 1)) for i, w in enumerate(words[:3].tolist())
+    ]
 
 
 # Masks
@@ -260,7 +260,10 @@ def test_masks_are_a_function_of_the_key(many):
     """The same keys give the same masks; other keys give masks that share only what chance gives."""
     tokens, offsets, keys, masks, _ = many
     again = draw_masks(tokens, offsets, keys.copy(), policy())
-    assert all(np.array_equal(getattr(masks, name), getattr(again, name)) for name in ("offsets", "positions", "inputs"))
+    assert all(
+        np.array_equal(getattr(masks, name), getattr(again, name))
+        for name in ("offsets", "positions", "inputs")
+    )
     other = draw_masks(tokens, offsets, derive(keys, 1), policy())
     flags = np.zeros((2, len(tokens)), dtype=bool)
     for flag, drawn in zip(flags, (masks, other), strict=True):

@@ -1,0 +1,511 @@
+"""The training program, run for real: launchers, kills, resumes, other numbers of ranks, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import make_documents, write_corpus
+
+from data_prep.counter_rng import Stream, key
+from data_prep.errors import UserError
+from data_prep.run import main as data_prep
+from data_prep.shards import ShardSet
+from pretraining.checkpoint import Checkpoints, TrainState
+from pretraining.data import TrainingBatches, evaluation_batches
+from pretraining.model import BertConfig, BertForPreTraining
+from pretraining.optimizer import learning_rate, parameter_groups
+from pretraining.order import Order
+from pretraining.run import main, parse_arguments, prepare
+
+BATCH, MICRO_BATCH, STEPS = 13, 4, 8
+GOLDEN = Path(__file__).parent / "golden" / "tiny_losses.json"
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """Shards of a small corpus in several blocks' worth of lanes, with an evaluation set."""
+    folder = tmp_path_factory.mktemp("training")
+    text = write_corpus(folder / "text.txt", make_documents(150, seed=3))
+    options = ["--input", str(text), "--eval_fraction", "0.1", "--workers", "1"]
+    assert not data_prep(
+        ["tokenizer", *options, "--output", str(folder / "tokenizer"), "--vocab_size", "300"]
+    )
+    arguments = [
+        "--tokenizer",
+        str(folder / "tokenizer"),
+        "--output",
+        str(folder / "shards"),
+        "--seq_len",
+        "48",
+    ]
+    assert not data_prep(["shards", *options, *arguments])
+    return folder / "shards"
+
+
+def deepspeed_json(folder: Path, **changes) -> Path:
+    content = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.01},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": STEPS},
+        },
+    }
+    path = folder / "test.json"
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def command(
+    shards: Path, output: Path, ranks: int = 1, launcher: str = "torchrun", options: tuple[str, ...] = ()
+) -> list[str]:
+    repository = Path(__file__).parent.parent
+    program = [
+        str(repository / "pretraining" / "run.py"),
+        "--deepspeed_config",
+        str(deepspeed_json(shards.parent)),
+    ]
+    program += [
+        "--data",
+        str(shards),
+        "--model",
+        "tiny",
+        "--output",
+        str(output),
+        "--log_interval",
+        "1",
+        *options,
+    ]
+    if launcher == "deepspeed":
+        binary = str(Path(sys.executable).parent / "deepspeed")
+        return [binary, "--num_accelerators", str(ranks), "--master_port", str(_free_port()), *program]
+    if ranks == 1:
+        return [sys.executable, *program]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(_free_port()),
+        *program,
+    ]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
+
+
+def train(*arguments, **options) -> str:
+    """Run to the end and return what was printed."""
+    done = subprocess.run(
+        command(*arguments, **options), env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def kill_when(run: list[str], condition, signal_number: int) -> int:
+    """Start a run in a session of its own, signal all of its processes when the condition holds; the exit code."""
+    with subprocess.Popen(
+        run, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 200
+        while not condition():
+            assert process.poll() is None and time.monotonic() < deadline, process.stdout.read().decode()[
+                -3000:
+            ]
+            time.sleep(0.02)
+        os.killpg(process.pid, signal_number)
+        process.stdout.read()
+        return process.wait()
+
+
+def metrics(output: Path) -> list[dict]:
+    """The lines of metrics.jsonl without the numbers that depend on the clock."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name not in ("speed/tokens_per_second", "speed/data_wait_share")
+        }
+        for line in lines
+    ]
+
+
+def logged_step(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return (
+        len([line for line in path.read_text().splitlines() if "train/loss" in line]) if path.is_file() else 0
+    )
+
+
+def final_parameters(output: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    path = output / "checkpoints" / f"step-{step:08d}" / "mp_rank_00_model_states.pt"
+    return torch.load(path, weights_only=False)["module"]
+
+
+def flat(value) -> list:
+    """The leaves of a checkpoint in a fixed order."""
+    if isinstance(value, dict):
+        return [leaf for name in sorted(value, key=str) for leaf in flat(value[name])]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in flat(item)]
+    return [value]
+
+
+def assert_checkpoints_equal(left: Path, right: Path) -> None:
+    names = sorted(path.name for path in left.glob("*.pt"))
+    assert names == sorted(path.name for path in right.glob("*.pt")) and len(names) == 3
+    for name in names:
+        a, b = (flat(torch.load(folder / name, weights_only=False)) for folder in (left, right))
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            if isinstance(x, torch.Tensor):
+                assert x.dtype == y.dtype and torch.equal(x, y), name
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shards, tmp_path_factory) -> tuple[Path, str]:
+    """Two ranks under the deepspeed launcher from start to end, dropout 0.1, and what was printed."""
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    options = ("--save_interval", "3", "--eval_interval", "3")
+    return output, train(shards, output, ranks=2, launcher="deepspeed", options=options)
+
+
+def test_killed_run_goes_on_bit_for_bit(shards, undisturbed, tmp_path):
+    """SIGKILL between checkpoints, then the same command: final checkpoint and metrics are those of an undisturbed run."""
+    output = tmp_path / "run"
+    options = ("--save_interval", "3", "--eval_interval", "3")
+    killed = command(shards, output, ranks=2, options=options)
+    assert kill_when(killed, lambda: logged_step(output) >= 5, signal.SIGKILL) == -signal.SIGKILL
+    assert not (output / "checkpoints" / f"step-{STEPS:08d}").exists()
+    # A checkpoint that was being written, and half a line, are what a kill can leave behind.
+    (output / "checkpoints" / "step-00000006.partial").mkdir(exist_ok=True)
+    with open(output / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "train/lo')
+    printed = train(shards, output, ranks=2, options=options)
+    assert "going on from step 3" in printed or "going on from step 6" in printed
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert_checkpoints_equal(undisturbed[0] / last, output / last)
+    assert metrics(undisturbed[0]) == metrics(output)
+    assert not list((output / "checkpoints").glob("*.partial"))
+
+
+def test_two_ranks_share_gradients_and_optimizer_state(undisturbed):
+    """At two ranks of ZeRO-2 each rank's optimizer file holds half of the fp32 weights and moments."""
+    folder = undisturbed[0] / "checkpoints" / f"step-{STEPS:08d}"
+    parameters = sum(value.numel() for value in final_parameters(undisturbed[0]).values())
+    for rank in range(2):
+        state = torch.load(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False)[
+            "optimizer_state_dict"
+        ]
+        assert state["zero_stage"] == 2 and state["partition_count"] == [2, 2]
+        held = sum(group.numel() for group in state["single_partition_of_fp32_groups"])
+        moments = state["base_optimizer_state"]["state"]
+        assert held == sum(moment["exp_avg"].numel() for moment in moments.values())
+        assert parameters / 2 <= held <= parameters / 2 + 8
+
+
+def test_run_explains_itself(undisturbed):
+    """The run folder has status, settings and curves, and the last line says what to do next."""
+    output, printed = undisturbed
+    assert json.loads((output / "status.json").read_text())["state"] == "finished"
+    settings = json.loads((output / "settings.json").read_text())
+    assert (
+        settings["train_batch_size"] == BATCH
+        and settings["world_size"] == 2
+        and settings["deepspeed"]["zero_optimization"]["stage"] == 2
+    )
+    assert "tensorboard --logdir" in printed and "held-out masked-LM loss" in printed
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output)).Reload()
+    lines = [line for line in metrics(output) if "train/loss" in line]
+    assert (
+        [event.step for event in events.Scalars("train/loss")]
+        == list(range(1, STEPS + 1))
+        == [line["step"] for line in lines]
+    )
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
+        [line["train/loss"] for line in lines]
+    )
+    assert {
+        "optimizer/learning_rate",
+        "optimizer/gradient_norm",
+        "optimizer/loss_scale",
+        "optimizer/skipped_steps",
+    } <= set(events.Tags()["scalars"])
+    assert {"speed/padding_avoided", "progress/samples", "progress/tokens", "eval/masked_lm_accuracy"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [line["progress/samples"] for line in lines] == [BATCH * step for step in range(1, STEPS + 1)]
+
+
+def reference(shards: Path) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """The same run in plain PyTorch: no DeepSpeed, one process, the whole batch at once; parameters, losses, norms."""
+    torch.manual_seed(key(0, Stream.INITIALISATION))
+    shard_set = ShardSet.open(shards)
+    config = BertConfig.preset(
+        "tiny",
+        shard_set.manifest["tokenizer"]["vocab_size"],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForPreTraining(config)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), betas=(0.9, 0.98), eps=1e-6)
+    preparation = prepare(
+        parse_arguments(
+            [
+                "--deepspeed_config",
+                str(deepspeed_json(shards.parent)),
+                "--data",
+                str(shards),
+                "--model",
+                "tiny",
+            ]
+        ),
+        1,
+    )
+    batches = TrainingBatches(
+        Order(shard_set.block_offsets("train"), 0), shard_set, consumed=0, train_batch_size=BATCH, rank=0, world_size=1,
+        masking="dynamic", seed=0, max_instances=BATCH,
+    )  # fmt: skip
+    losses, norms = [], []
+    for step in range(STEPS):
+        (batch,) = next(batches).micro_batches
+        output = model(batch)
+        loss = output.masked_lm_loss_sum / len(batch.masked_lm_labels) + output.next_sentence_loss_sum / BATCH
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(preparation.schedule, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    batches.close()
+    return {name: value.detach() for name, value in model.named_parameters()}, losses, norms
+
+
+@pytest.fixture(scope="session")
+def one_rank(shards, tmp_path_factory) -> Path:
+    """One rank, dropout 0, ended by SIGTERM in the middle and started again."""
+    output = tmp_path_factory.mktemp("one_rank") / "run"
+    run = command(shards, output, options=("--dropout", "0"))
+    assert kill_when(run, lambda: logged_step(output) >= 3, signal.SIGTERM) == 75
+    status = json.loads((output / "status.json").read_text())
+    assert status["state"] == "stopped" and "SIGTERM" in status["reason"]
+    assert (output / "checkpoints" / f"step-{status['step']:08d}" / "checkpoint.json").is_file()
+    train(shards, output, options=("--dropout", "0"))
+    return output
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
+    """1, 2 and 3 ranks (13 instances a step: unequal shares and micro-steps) = plain PyTorch with the whole batch."""
+    output = one_rank
+    if ranks > 1:
+        output = tmp_path / "run"
+        train(shards, output, ranks=ranks, options=("--dropout", "0"))
+    expected, losses, norms = reference(shards)
+    actual = final_parameters(output)
+    difference = max(float((expected[name] - actual[name]).abs().max()) for name in expected)
+    assert difference < 1e-5
+    lines = [line for line in metrics(output) if "train/loss" in line]
+    assert [line["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert [line["optimizer/gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_golden_losses(one_rank):
+    """The losses of a small run are those that were written down, to the last bit on a like processor and torch."""
+    lines = [line for line in metrics(one_rank) if "train/loss" in line]
+    losses = [line["train/loss"] for line in lines]
+    golden = json.loads(GOLDEN.read_text())
+    same = golden["made_with"] == {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    assert losses == golden["losses"] if same else losses == pytest.approx(golden["losses"], rel=1e-4)
+
+
+def test_evaluation_counts_each_instance_once(shards, one_rank):
+    """The logged held-out loss is the mean over all held-out masked tokens of a plain evaluation."""
+    model = BertForPreTraining(
+        BertConfig.preset("tiny", ShardSet.open(shards).manifest["tokenizer"]["vocab_size"])
+    ).eval()
+    model.load_state_dict(final_parameters(one_rank))
+    shard_set = ShardSet.open(shards)
+    (batch,) = evaluation_batches(shard_set, "eval", 0, 1, 10**6)
+    assert len(batch.lengths) == shard_set.block_offsets("eval")[-1]
+    with torch.no_grad():
+        output = model(batch)
+    last = [line for line in metrics(one_rank) if "eval/masked_lm_loss" in line][-1]
+    assert last["eval/masked_lm_loss"] == pytest.approx(
+        float(output.masked_lm_loss_sum) / len(batch.masked_lm_labels), rel=1e-5
+    )
+    assert last["eval/masked_lm_accuracy"] == pytest.approx(
+        int(output.masked_lm_correct) / len(batch.masked_lm_labels)
+    )
+    assert last["eval/next_sentence_accuracy"] == pytest.approx(
+        int(output.next_sentence_correct) / len(batch.lengths)
+    )
+
+
+def test_finished_run_has_nothing_to_do(shards, one_rank, capfd):
+    """The command of a finished run ends at once and changes no number."""
+    before = (one_rank / "metrics.jsonl").read_bytes()
+    printed = train(shards, one_rank, options=("--dropout", "0"))
+    assert f"{STEPS} steps are done" in printed
+    assert (one_rank / "metrics.jsonl").read_bytes() == before
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one sentence that the program prints for bad input."""
+    from data_prep.errors import run_program
+
+    assert run_program(main, list(argv)) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err and printed.err.startswith("error: ")
+    return printed.err
+
+
+def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
+    """Missing shards, lengths, batches and ranks that do not fit: the sentence names the option and what to do."""
+    config = str(deepspeed_json(tmp_path))
+    start = ("--deepspeed_config", config, "--model", "tiny", "--data")
+    assert "there is no such shard folder" in refused(capsys, *start, str(tmp_path / "nothing"))
+    assert "--seq_len 64: the shards" in refused(capsys, *start, str(shards), "--seq_len", "64")
+    assert "--max_position_embeddings 48" in refused(
+        capsys, *start, str(shards), "--max_position_embeddings", "32"
+    )
+    deepspeed_json(tmp_path, train_batch_size=100_000)
+    assert "is more than the" in refused(capsys, *start, str(shards))
+    deepspeed_json(tmp_path, gradient_accumulation_steps=7)
+    assert '"train_batch_size" 13 is not' in refused(capsys, *start, str(shards))
+    deepspeed_json(tmp_path, train_batchsize=13)
+    assert 'did you mean "train_batch_size"' in refused(capsys, *start, str(shards))
+    deepspeed_json(tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}})
+    assert "give --max_steps" in refused(capsys, *start, str(shards))
+    deepspeed_json(tmp_path)
+    with pytest.raises(UserError, match="more ranks than instances"):
+        prepare(parse_arguments([*start, str(shards)]), world_size=14)
+
+
+def test_other_settings_are_refused(shards, one_rank, capsys, tmp_path):
+    """A run folder goes on only with the settings that it was made with; the changed one is named."""
+    done = subprocess.run(
+        command(shards, one_rank, options=("--dropout", "0", "--seed", "5")),
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "seed is 5 and was 0" in done.stderr
+    done = subprocess.run(
+        command(shards, one_rank, ranks=2, options=("--dropout", "0")),
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "world_size is 2 and was 1" in done.stderr
+
+
+def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
+    """The newest checkpoint whose every byte is right is found, damaged ones are named, and none is never a fresh start."""
+    import shutil
+
+    shutil.copytree(one_rank, tmp_path / "run")
+    said = []
+
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(tmp_path / "run", {}, 0, 1, lambda value: [value], said.append)
+
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "latest").unlink()
+    names = sorted(path.name for path in folder.glob("step-*"))
+    assert len(names) == 2 and checkpoints().newest_whole().path.name == names[1]
+    damaged = folder / names[1] / "mp_rank_00_model_states.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert checkpoints().newest_whole().path.name == names[0]
+    assert names[1] in said[-1] and "mp_rank_00_model_states.pt was changed" in said[-1]
+    os.truncate(folder / names[0] / "zero_pp_rank_0_mp_rank_00_optim_states.pt", 1000)
+    with pytest.raises(UserError, match="none of its 2 checkpoints is whole"):
+        checkpoints().newest_whole()
+    assert "has 1,000 of" in said[-1]
+
+
+def test_train_state_survives_json():
+    """TrainState is plain JSON; a field that is missing or unknown is refused."""
+    from dataclasses import asdict
+
+    state = TrainState(
+        seed=3, lanes=384, window=256, manifest_sha256="ab", step=7, skipped_steps=2, skipped_ranges=[(3, 9)]
+    )
+    values = json.loads(json.dumps(asdict(state)))
+    assert TrainState.from_dict(values) == state and state.applied_steps == 5
+    with pytest.raises(UserError, match="train state"):
+        TrainState.from_dict(values | {"surprise": 1})
+
+
+def test_dry_run_says_what_will_be(shards, tmp_path, capsys, monkeypatch):
+    """--dry_run prints parameters, memory, batch, epoch, steps and replacements, and makes no run folder."""
+    output = tmp_path / "run"
+    arguments = [
+        "--deepspeed_config",
+        "ds_configs/zero2.json",
+        "--data",
+        str(shards),
+        "--output",
+        str(output),
+    ]
+    repository = Path(__file__).parent.parent
+    monkeypatch.chdir(repository)
+    assert main([*arguments, "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    vocabulary = ShardSet.open(shards).manifest["tokenizer"]["vocab_size"]
+    instances = ShardSet.open(shards).block_offsets("train")[-1]
+    assert f"parameters: {BertConfig.preset('base', vocabulary).num_parameters():,}" in printed
+    assert (
+        f"epoch: {instances:,} instances" in printed and "steps: 1,000,000" in printed and "fp16 →" in printed
+    )
+    assert not output.exists()
+
+
+def test_help_explains_every_option(capsys):
+    """Every option has a text, and --help needs neither torch nor DeepSpeed."""
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert "deepspeed_config" in capsys.readouterr().out
+    code = "import sys; from pretraining.run import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_order_of_a_run_is_each_instance_once(shards):
+    """A run's batches, whatever the ranks, hold every instance of the shards exactly once per epoch."""
+    shard_set = ShardSet.open(shards)
+    total = int(shard_set.block_offsets("train")[-1])
+    order = Order(shard_set.block_offsets("train"), 0)
+    assert np.array_equal(np.sort(order.instances(np.arange(total, 2 * total))), np.arange(total))
