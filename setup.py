@@ -25,6 +25,13 @@ setup(
     ],
     extras_require={
         "huggingface": HUGGINGFACE,
-        "test": [*HUGGINGFACE, "hypothesis>=6,<7", "pytest>=8,<10", "pytest-timeout>=2.3,<3", "ruff>=0.15"],
+        "test": [
+            *HUGGINGFACE,
+            "hypothesis>=6,<7",
+            "psutil>=6,<8",
+            "pytest>=8,<10",
+            "pytest-timeout>=2.3,<3",
+            "ruff>=0.15",
+        ],
     },
 )

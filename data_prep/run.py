@@ -7,13 +7,13 @@ python data_prep/run.py verify    data/shards
 """
 
 import argparse
-import math
 import os
 import sys
 import time
 from pathlib import Path
 
 from data_prep.errors import UserError, run_program
+from data_prep.options import Help, positive_float, positive_int, share
 
 ONLY = ("plan", "tokenize", "instances", "manifest")
 LONGEST_SEQ_LEN = (1 << 16) - 1  # positions have 16 bits in the shard format
@@ -30,32 +30,26 @@ def main(argv: list[str] | None = None) -> int | None:
         raise UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every option, examples as they were written."""
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="data_prep/run.py", description=__doc__, formatter_class=_Help)
+    parser = argparse.ArgumentParser(prog="data_prep/run.py", description=__doc__, formatter_class=Help)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    tokenizer = commands.add_parser(
-        "tokenizer", help="train a SentencePiece tokenizer", formatter_class=_Help
-    )
+    tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer", formatter_class=Help)
     _add_input_options(tokenizer)
     _add_tokenizer_options(tokenizer)
     tokenizer.set_defaults(command=train)
-    shards = commands.add_parser("shards", help="make shards of training instances", formatter_class=_Help)
+    shards = commands.add_parser("shards", help="make shards of training instances", formatter_class=Help)
     _add_input_options(shards)
     _add_shard_options(shards)
     shards.set_defaults(command=make_shards)
     inspect = commands.add_parser(
-        "inspect", help="print instances and statistics of shards", formatter_class=_Help
+        "inspect", help="print instances and statistics of shards", formatter_class=Help
     )
     inspect.add_argument("folder", type=Path, help="shard folder")
     inspect.add_argument("--instances", type=int, default=3, help="instances to print")
     inspect.add_argument("--split", choices=("train", "eval"), default="train", help="which shards")
     inspect.add_argument("--start", type=int, default=0, help="storage number of the first instance")
     inspect.set_defaults(command=inspect_shards)
-    verify = commands.add_parser("verify", help="check every byte of shards", formatter_class=_Help)
+    verify = commands.add_parser("verify", help="check every byte of shards", formatter_class=Help)
     verify.add_argument("folder", type=Path, help="shard folder")
     verify.set_defaults(command=verify_shards)
     return parser
@@ -81,20 +75,20 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
     add("--language", default="en", help="language code for sentence boundaries, e.g. ko")
     add(
         "--eval_fraction",
-        type=_share,
+        type=share,
         default=0.01,
         help="share of the documents held out for evaluation, chosen by a hash of their text; the tokenizer must "
         "not see them either, so give both commands the same",
     )
     add(
         "--split_mb",
-        type=_positive_float,
+        type=positive_float,
         default=64,
         help="input MB per task; line formats are cut inside a file",
     )
     add(
         "--workers",
-        type=_positive_int,
+        type=positive_int,
         default=os.cpu_count(),
         help="processes; they never change the result",
     )
@@ -103,17 +97,17 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
 def _add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="where the tokenizer goes")
-    add("--vocab_size", type=_positive_int, default=32000, help="pieces, the five special ones counted")
+    add("--vocab_size", type=positive_int, default=32000, help="pieces, the five special ones counted")
     add(
         "--character_coverage",
-        type=_share,
+        type=share,
         default=0.9995,
         help="share of the characters that get a piece of their own",
     )
     add("--lower_case", action="store_true", help="fold case (an uncased model)")
     add(
         "--sample_mb",
-        type=_positive_float,
+        type=positive_float,
         default=256,
         help="MB of text to train on at most, chosen by hash (memory: about 5 times as much)",
     )
@@ -123,20 +117,20 @@ def _add_shard_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", type=Path, required=True, metavar="FOLDER", help="made by the tokenizer command")
     add("--output", type=Path, required=True, metavar="FOLDER", help="where the shards go")
-    add("--seq_len", type=_positive_int, default=128, help="longest instance in tokens")
+    add("--seq_len", type=positive_int, default=128, help="longest instance in tokens")
     add(
         "--duplicates",
-        type=_positive_int,
+        type=positive_int,
         default=1,
         help="times each document is used, with other cuts, partners and masks",
     )
-    add("--short_seq_prob", type=_share, default=0.1, help="share of instances that are shorter on purpose")
-    add("--masked_lm_prob", type=_share, default=0.15, help="share of the tokens to predict in static masks")
-    add("--max_predictions", type=_positive_int, help="predictions per instance at most (none: no bound)")
+    add("--short_seq_prob", type=share, default=0.1, help="share of instances that are shorter on purpose")
+    add("--masked_lm_prob", type=share, default=0.15, help="share of the tokens to predict in static masks")
+    add("--max_predictions", type=positive_int, help="predictions per instance at most (none: no bound)")
     add("--seed", type=int, default=0, help="of everything random")
     add(
         "--bucket_mb",
-        type=_positive_float,
+        type=positive_float,
         default=64,
         help="input MB per shard; a worker holds a bucket in memory (about 4 times as much)",
     )
@@ -147,27 +141,6 @@ def _add_shard_options(parser: argparse.ArgumentParser) -> None:
         default="0/1",
         help="of the stage named by --only, the tasks whose number is I modulo N",
     )
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return value
 
 
 def _read_options(arguments: argparse.Namespace):

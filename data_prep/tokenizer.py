@@ -51,10 +51,15 @@ class Tokenizer:
 
     def _read_description(self) -> dict:
         path = self.folder / DESCRIPTION_FILE
+        if not path.is_file():
+            return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            description = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: this is not JSON ({error}); train the tokenizer again") from None
+        if not isinstance(description, dict):
+            raise UserError(f"{path}: expected a JSON object; train the tokenizer again")
+        return description
 
     def _special_id(self, name: str, piece: str) -> int:
         number = self._processor.piece_to_id(piece)

@@ -223,7 +223,7 @@ def _parse(text: str, errors: _Errors) -> dict[str, Any]:
 
 def _interpret(document: dict[str, Any], errors: _Errors) -> DeepSpeedSettings:
     _check_auto(document, errors)
-    given = _check(_Document, document, "", errors) or _Document.model_construct(**document)
+    given = _check(_Document, document, "", errors)
     sections = {
         name: _check_deepspeed(document, name, errors) for name in DEEPSPEED_SCHEMAS if name in document
     }
@@ -330,7 +330,7 @@ def _check_deepspeed(document: dict[str, Any], name: str, errors: _Errors) -> di
 
 
 def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: _Errors) -> None:
-    if not zero:
+    if zero is None:
         return
     if zero.get("stage", 0) in (0, 3):
         errors.add(
@@ -372,12 +372,12 @@ def _optimizer(section: Any, errors: _Errors, notes: list[str]) -> OptimizerSett
 def _schedule(
     section: Any, optimizer: OptimizerSettings | None, errors: _Errors, notes: list[str]
 ) -> ScheduleSettings | None:
-    entry = section and _check(_Scheduler, section, "scheduler", errors)
+    entry = None if section is None else _check(_Scheduler, section, "scheduler", errors)
     schedule = entry and _check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
-    if optimizer is None or (section and schedule is None):
+    if optimizer is None or (section is not None and schedule is None):
         return None
     lr = optimizer.lr
-    if not section:
+    if schedule is None:
         return ConstantSchedule(warmup_max_lr=lr)
     peak = schedule.warmup_max_lr
     if peak is not None and peak != lr:

@@ -7,11 +7,9 @@ by world_size / global count.
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,31 +20,7 @@ from pretraining.distributed import World, all_sum, gradient_accumulation
 from pretraining.metrics import ProgressLine, Recorder
 from pretraining.model import PreTrainingOutput
 from pretraining.optimizer import ScheduleSettings, learning_rate
-
-STOP_FILE = "STOP"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-class StopFlag:
-    """Raised by SIGTERM, SIGUSR1 or a file named STOP in the run folder; the ranks agree on it at a step's start.
-
-    Made early, so that a signal during start-up is not lost.
-    """
-
-    def __init__(self, run_folder: Path, rank: int):
-        self._file = run_folder / STOP_FILE if rank == 0 else None
-        self.reason: str | None = None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._catch)
-
-    def _catch(self, number: int, _frame) -> None:
-        self.reason = self.reason or signal.Signals(number).name
-
-    def raised(self) -> bool:
-        """Whether this rank wants to stop."""
-        if self._file is not None and self._file.exists():
-            self.reason = self.reason or f"the file {self._file}"
-        return self.reason is not None
+from pretraining.stop import StopFlag
 
 
 class Sums:
@@ -90,9 +64,15 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class LoopSettings:
-    """When the loop does what; intervals in steps, 0 for never."""
+class RunSettings:
+    """What a step computes with, and when the loop does what; intervals in steps, 0 for never."""
 
+    seed: int
+    seq_len: int
+    train_batch_size: int
+    micro_batch_size: int
+    max_micro_steps: int
+    schedule: ScheduleSettings
     max_steps: int
     log_interval: int
     save_interval: int
@@ -101,27 +81,13 @@ class LoopSettings:
     keep: int
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a step computes with, fixed for a run."""
-
-    seed: int
-    seq_len: int
-    train_batch_size: int
-    micro_batch_size: int
-    max_micro_steps: int
-    schedule: ScheduleSettings
-    has_next_sentence: bool
-
-
 class Trainer:
     """Drives a DeepSpeed engine over batches; every decision about files is a collaborator's.
 
     Args:
         engine: the DeepSpeed engine.
         world: this rank.
-        recipe: what a step computes with.
-        loop: when to log, evaluate, save and end.
+        settings: what a step computes with, and when to log, evaluate, save and end.
         state: where the run stands; advanced in place.
         checkpoints: where it is saved.
         shard_set: for the evaluation.
@@ -134,8 +100,7 @@ class Trainer:
         self,
         engine,
         world: World,
-        recipe: Recipe,
-        loop: LoopSettings,
+        settings: RunSettings,
         state: TrainState,
         checkpoints: Checkpoints,
         shard_set,
@@ -145,8 +110,7 @@ class Trainer:
     ):
         self.engine = engine
         self.world = world
-        self.recipe = recipe
-        self.loop = loop
+        self.settings = settings
         self.state = state
         self.checkpoints = checkpoints
         self.shard_set = shard_set
@@ -160,15 +124,15 @@ class Trainer:
 
     def run(self, batches: Iterable[StepShare]) -> bool:
         """Train to the last step; returns whether it was reached (else a stop was asked for). Saves either way."""
-        finished = self.state.step >= self.loop.max_steps
+        finished = self.state.step >= self.settings.max_steps
         if not finished:
             for share in batches:
                 if not self.train_step(share):
                     break
-                step, finished = self.state.step, self.state.step == self.loop.max_steps
-                if finished or _is_due(step, self.loop.eval_interval):
+                step, finished = self.state.step, self.state.step == self.settings.max_steps
+                if finished or _is_due(step, self.settings.eval_interval):
                     self.evaluate()
-                if finished or _is_due(step, self.loop.save_interval):
+                if finished or _is_due(step, self.settings.save_interval):
                     self.save()
                 if finished:
                     break
@@ -181,7 +145,7 @@ class Trainer:
         if stop:
             return False
         sums = self._forward_backward(share, masked)
-        rate = learning_rate(self.recipe.schedule, self.state.applied_steps)
+        rate = learning_rate(self.settings.schedule, self.state.applied_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         skipped_before = self.engine.skipped_steps
@@ -192,7 +156,7 @@ class Trainer:
         self.state.tokens += int(tokens)
         self._tokens_since += int(tokens)
         self._wait_since += share.wait_seconds
-        if self.state.step == self.loop.max_steps or _is_due(self.state.step, self.loop.log_interval):
+        if self.state.step == self.settings.max_steps or _is_due(self.state.step, self.settings.log_interval):
             self._log(sums, rate, share, int(tokens))
         elif self.progress:
             self.progress.update(self.state.step, 0.0)
@@ -200,15 +164,15 @@ class Trainer:
 
     def _forward_backward(self, share: StepShare, global_masked: float) -> Sums:
         masked_lm_scale = self.world.world_size / max(1.0, global_masked)
-        next_sentence_scale = self.world.world_size / self.recipe.train_batch_size
+        next_sentence_scale = self.world.world_size / self.settings.train_batch_size
         sums = Sums(self.world.device)
         micro_steps = len(share.micro_batches)
-        with gradient_accumulation(self.engine, self.recipe.max_micro_steps):
+        with gradient_accumulation(self.engine, self.settings.max_micro_steps):
             for micro_step, micro_batch in enumerate(share.micro_batches):
                 if self.progress:
                     self.progress.update(self.state.step, micro_step / micro_steps)
                 torch.manual_seed(
-                    key(self.recipe.seed, Stream.DROPOUT, self.state.step, micro_step, self.world.rank)
+                    key(self.settings.seed, Stream.DROPOUT, self.state.step, micro_step, self.world.rank)
                 )
                 output = self.engine(micro_batch.to(self.world.device))
                 loss = output.masked_lm_loss_sum * masked_lm_scale
@@ -219,7 +183,7 @@ class Trainer:
         return sums
 
     def _log(self, sums: Sums, rate: float, share: StepShare, tokens: int) -> None:
-        means = sums.reduce(self.recipe.has_next_sentence)
+        means = sums.reduce(self.engine.module.next_sentence_head is not None)
         now = time.monotonic()
         seconds, self._logged_at = now - self._logged_at, now
         tokens_per_second = self._tokens_since / seconds
@@ -229,12 +193,12 @@ class Trainer:
             "optimizer/gradient_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "optimizer/loss_scale": float(getattr(self.engine.optimizer, "loss_scale", 1.0)),
             "optimizer/skipped_steps": self.state.skipped_steps,
-            "progress/samples": self.state.step * self.recipe.train_batch_size,
+            "progress/samples": self.state.step * self.settings.train_batch_size,
             "progress/tokens": self.state.tokens,
             "progress/epoch": self.state.consumed / int(self.shard_set.block_offsets("train")[-1]),
             "speed/tokens_per_second": tokens_per_second,
             "speed/data_wait_share": self._wait_since / seconds,
-            "speed/padding_avoided": 1 - tokens / (self.recipe.train_batch_size * self.recipe.seq_len),
+            "speed/padding_avoided": 1 - tokens / (self.settings.train_batch_size * self.settings.seq_len),
         }
         self._tokens_since, self._wait_since = 0, 0.0
         if self.recorder:
@@ -253,8 +217,8 @@ class Trainer:
             self.engine.module,
             self.shard_set,
             self.world,
-            self.recipe.micro_batch_size,
-            self.loop.eval_instances,
+            self.settings.micro_batch_size,
+            self.settings.eval_instances,
             on_batch=lambda: self.progress and self.progress.update(self.state.step, 0.0),
         )
         self._logged_at += time.monotonic() - started
@@ -276,7 +240,7 @@ class Trainer:
         if self.recorder:
             self.recorder.flush()
         path = self.checkpoints.save(self.engine, self.state)
-        self.checkpoints.prune(self.loop.keep)
+        self.checkpoints.prune(self.settings.keep)
         self._saved_step = self.state.step
         self._logged_at += time.monotonic() - started
         if self.progress:

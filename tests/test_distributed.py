@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -42,14 +41,14 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | extra
 
 
-def run_ranks(world_size: int, output: Path, *cases: str) -> dict:
-    """Run the cases under torchrun and return rank 0's results; the exit code must be 0."""
+def run_ranks(output: Path, *cases: str) -> dict:
+    """Run the cases on two ranks under torchrun and return rank 0's results; the exit code must be 0."""
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
-        f"--nproc_per_node={world_size}",
+        "--nproc_per_node=2",
     ]
     command += [str(RANKS), str(output), *cases]
     done = subprocess.run(
@@ -69,7 +68,7 @@ def two_ranks(tmp_path_factory):
         "many_micro_steps_in_bf16",
         "overflow",
     )
-    return run_ranks(2, tmp_path_factory.mktemp("ranks") / "two.json", *cases)
+    return run_ranks(tmp_path_factory.mktemp("ranks") / "two.json", *cases)
 
 
 def test_ranks_agree_on_sums_and_flags(two_ranks):
@@ -117,32 +116,43 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, precision):
     assert [scale for *_, scale in steps] == scales
 
 
-def test_three_ranks_may_run_unequal_micro_steps(tmp_path):
-    """Ranks with 4, 2 and 3 micro-steps train the same batch as one process."""
-    seen = run_ranks(3, tmp_path / "three.json", "unequal_micro_steps")
-    assert seen["unequal_micro_steps"]["parameters"] < 1e-6
-
-
-def test_bare_python_and_ranks_by_hand_start_and_end_with_0(tmp_path):
-    """`python program` is a world of one; RANK and the rest set by hand work too, rank 1 being first."""
-    script = str(RANKS)
-    one = tmp_path / "one.json"
-    started = [subprocess.Popen([sys.executable, script, str(one), "agreement"], env=clean_environment())]
-    output, port = tmp_path / "hand.json", str(distributed._free_port())
-    for rank in ("1", "0"):
+@pytest.fixture(scope="module")
+def started_by_hand(tmp_path_factory):
+    """A bare `python program`, and at the same time three ranks with RANK and the rest set, rank 0 last."""
+    folder = tmp_path_factory.mktemp("ranks")
+    bare, output = folder / "bare.json", folder / "three.json"
+    script, port = str(RANKS), str(distributed._free_port())
+    started = [subprocess.Popen([sys.executable, script, str(bare), "agreement"], env=clean_environment())]
+    for rank in ("2", "1", "0"):
         place = {
             "RANK": rank,
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": "3",
             "LOCAL_RANK": rank,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        command = [sys.executable, script, str(output), "agreement"]
+        command = [sys.executable, script, str(output), "agreement", "unequal_micro_steps"]
         started.append(subprocess.Popen(command, env=clean_environment(**place)))
-        time.sleep(0.5)
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    assert json.loads(one.read_text())["agreement"]["world"][:3] == [0, 0, 1]
-    assert json.loads(output.read_text())["agreement"]["sums"] == [3.0, 1.0, 2**52 + 1]
+    try:
+        codes = [process.wait(timeout=90) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return codes, json.loads(bare.read_text()), json.loads(output.read_text())
+
+
+def test_bare_python_and_ranks_by_hand_start_and_end_with_0(started_by_hand):
+    """Without a launcher there is one rank; ranks wait for rank 0; every process ends with exit code 0."""
+    codes, bare, three = started_by_hand
+    assert codes == [0, 0, 0, 0]
+    assert bare["agreement"]["world"][:3] == [0, 0, 1]
+    assert three["agreement"]["sums"] == [6.0, 1.5, 2**52 + 2]
+
+
+def test_three_ranks_may_run_unequal_micro_steps(started_by_hand):
+    """Ranks with 4, 2 and 3 micro-steps train the same batch as one process."""
+    _, _, three = started_by_hand
+    assert three["unequal_micro_steps"]["parameters"] < 1e-6
 
 
 def test_a_bare_process_is_a_world_of_one():

@@ -202,6 +202,7 @@ def test_vocabulary_padding_is_invisible():
     config = tiny_config(vocab_size=101)
     assert config.padded_vocab_size == 128
     assert tiny_config(vocab_size=128).padded_vocab_size == 128
+    assert tiny_config(vocab_size=129).padded_vocab_size == 192
     model, rng = random_model(config, 0), np.random.default_rng(0)
     batch = random_batch(config, [9, 5], rng, masked=6)
     before = gradients(model, batch)

@@ -116,8 +116,8 @@ def test_plain_webdataset_reads_what_was_written(tmp_path, vocab_size, sentence_
     samples = list(webdataset.WebDataset(str(path), shardshuffle=False).decode())
     assert [sample["__key__"] for sample in samples] == [f"train-000003-{n:06d}" for n in range(4)]
     for sample, block in zip(samples, blocks, strict=True):
-        expected = [name for name in NAMES if sentence_task or name != "next_sentence_labels"]
-        assert [name for name in sample if not name.startswith("__")] == [f"{name}.npy" for name in expected]
+        members = {f"{name}.npy" for name in NAMES if sentence_task or name != "next_sentence_labels"}
+        assert {name for name in sample if not name.startswith("__")} == members
         assert_equal({name.removesuffix(".npy"): array for name, array in sample.items()}, block)
         assert sample["tokens.npy"].dtype == (np.uint32 if vocab_size > 1 << 16 else np.uint16)
         assert int(sample["tokens.npy"].max()) > 0.99 * vocab_size or len(block) == 1
@@ -219,8 +219,8 @@ def test_verify_accepts_an_intact_set(finished):
 
 
 def test_verify_finds_a_flipped_byte_anywhere(copy):
-    """A changed byte at any place is found and its file named: 60 random places in every tar, the whole of its
-    first header and its last record among them, every 7th byte of the manifest, 40 places in tokenizer files."""
+    """A changed byte at any place is found and its file named: 60 random places in every tar
+    and tokenizer file, its first header and the padding at its end among them, and every 7th of the manifest."""
     draw = random.Random(0)
     for path in sorted(copy.rglob("*")):
         if not path.is_file() or path.name == ".lock":

@@ -1,0 +1,173 @@
+"""The command line of pretraining, and everything that is checked before the ranks meet."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.errors import UserError
+from data_prep.options import Help, positive_int, probability, whole_number
+
+if TYPE_CHECKING:  # imported where they are needed: --help takes no time
+    from data_prep.shards import ShardSet
+    from pretraining.config import Lowered
+    from pretraining.model import BertConfig
+    from pretraining.optimizer import ScheduleSettings
+
+PRESET_NAMES = ("tiny", "mini", "small", "medium", "base", "large")
+
+
+def parse_arguments(argv: list[str] | None, description: str = "") -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="pretraining/run.py", description=description, formatter_class=Help)
+    _add_model_options(parser.add_argument_group("model and data"))
+    _add_run_options(parser.add_argument_group("run"))
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    return parser.parse_args(argv)
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    config_help = "batch sizes, precision, ZeRO, optimizer and schedule, in DeepSpeed's words"
+    add("--deepspeed_config", type=Path, required=True, metavar="JSON", help=config_help)
+    data = Path("data/shards")
+    add("--data", type=Path, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
+    sizes = "layers/hidden size 2/128, 4/256, 4/512, 8/512, 12/768, 24/1024"
+    add("--model", choices=PRESET_NAMES, default="base", help=sizes)
+    add("--seq_len", type=positive_int, help="longest instance in tokens (default: that of the shards)")
+    add("--max_position_embeddings", type=positive_int, default=512, help="positions that the model has")
+    add("--dropout", type=probability, default=0.1, help="dropout probability, in attention too")
+    add("--no_next_sentence", action="store_true", help="train the masked LM alone")
+    masking = "draw masks anew in each epoch, or use the stored ones"
+    add("--masking", choices=("dynamic", "static"), default="dynamic", help=masking)
+
+
+def _add_run_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--output", type=Path, metavar="FOLDER", help="run folder (default: runs/MODEL-NAME_OF_THE_JSON)")
+    steps = "optimizer steps of the whole run (default: total_num_steps of the JSON's scheduler)"
+    add("--max_steps", type=positive_int, help=steps)
+    add("--seed", type=int, default=0, help="of initialisation, order, masks and dropout")
+    resume = "go on from the newest whole checkpoint; never: refuse if there is one"
+    add("--resume", choices=("auto", "never"), default="auto", help=resume)
+    add("--log_interval", type=whole_number, default=10, help="steps between points of the curves; 0: none")
+    evaluation = "steps between evaluations on held-out shards; 0: only at the end"
+    add("--eval_interval", type=whole_number, default=1000, help=evaluation)
+    instances = "held-out instances per evaluation at most; 0: all"
+    add("--eval_instances", type=whole_number, default=10000, help=instances)
+    save = "steps between checkpoints; 0: only at the end"
+    add("--save_interval", type=whole_number, default=1000, help=save)
+    add("--keep", type=positive_int, default=3, help="checkpoints to keep")
+    dry_run = "say what the run will be, and what is replaced on this machine, and stop"
+    add("--dry_run", action="store_true", help=dry_run)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All that is known before the ranks meet; the same on every rank."""
+
+    arguments: argparse.Namespace
+    run_folder: Path
+    shard_set: "ShardSet"
+    config: "BertConfig"
+    lowered: "Lowered"
+    schedule: "ScheduleSettings"
+    seq_len: int
+    max_steps: int
+    notes: list[str]
+
+    def describe(self, world_size: int) -> list[str]:
+        """What the run will be, in lines for the user."""
+        from pretraining.dry_run import describe
+
+        return describe(
+            self.config,
+            self.lowered,
+            self.shard_set,
+            seq_len=self.seq_len,
+            world_size=world_size,
+            max_steps=self.max_steps,
+            notes=self.notes,
+        )
+
+
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """The one rule: --output, else runs/MODEL-NAME_OF_THE_JSON."""
+    return arguments.output or Path("runs") / f"{arguments.model}-{arguments.deepspeed_config.stem}"
+
+
+def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
+    """Check everything that can be checked before the ranks meet.
+
+    Raises:
+        UserError: something in the command, the JSON or the shards is wrong.
+    """
+    from data_prep.shards import ShardSet
+    from pretraining.config import lower, read_deepspeed_json
+    from pretraining.distributed import machine_capabilities
+    from pretraining.model import BertConfig
+    from pretraining.optimizer import schedule_for
+
+    settings = read_deepspeed_json(arguments.deepspeed_config)
+    shard_set = ShardSet.open(arguments.data)
+    seq_len = _check_lengths(arguments, shard_set)
+    next_sentence = not arguments.no_next_sentence
+    config = BertConfig.preset(
+        arguments.model,
+        shard_set.manifest["tokenizer"]["vocab_size"],
+        max_position_embeddings=arguments.max_position_embeddings,
+        hidden_dropout_prob=arguments.dropout,
+        attention_probs_dropout_prob=arguments.dropout,
+        next_sentence=next_sentence,
+    )
+    device, capabilities = machine_capabilities()
+    lowered = lower(settings, world_size=world_size, device=device, capabilities=capabilities)
+    _check_batch(lowered.train_batch_size, shard_set, arguments)
+    schedule, note = schedule_for(lowered.schedule, arguments.max_steps)
+    max_steps = arguments.max_steps or schedule.total_num_steps
+    if max_steps is None:
+        raise UserError(
+            f"{arguments.deepspeed_config}: its scheduler has no total_num_steps; give --max_steps"
+        )
+    notes = [*settings.notes, *lowered.replacements, *([note] if note else [])]
+    return Preparation(
+        arguments, run_folder(arguments), shard_set, config, lowered, schedule, seq_len, max_steps, notes
+    )
+
+
+def _check_lengths(arguments: argparse.Namespace, shard_set) -> int:
+    made = shard_set.settings["instances"]["seq_len"]
+    seq_len = arguments.seq_len or made
+    if seq_len != made:
+        raise UserError(
+            f"--seq_len {seq_len}: the shards in {arguments.data} hold instances of up to {made} tokens; "
+            f"make shards with --seq_len {seq_len}, or leave the option out"
+        )
+    if seq_len > arguments.max_position_embeddings:
+        raise UserError(
+            f"--seq_len {seq_len}: the model has {arguments.max_position_embeddings} positions; "
+            f"give --max_position_embeddings {seq_len} or shorter shards"
+        )
+    return seq_len
+
+
+def _check_batch(train_batch_size: int, shard_set, arguments: argparse.Namespace) -> None:
+    instances = int(shard_set.block_offsets("train")[-1])
+    if train_batch_size > instances:
+        raise UserError(
+            f"train_batch_size {train_batch_size:,} is more than the {instances:,} training instances in {arguments.data}; "
+            "make more shards (--duplicates) or lower it"
+        )
+
+
+def identity(preparation: Preparation) -> dict:
+    """What a resumed run must share with the run that it goes on with."""
+    return {
+        "shards": preparation.shard_set.manifest_sha256,
+        "model": preparation.config.to_dict(),
+        "seed": preparation.arguments.seed,
+        "masking": preparation.arguments.masking,
+        "train_batch_size": preparation.lowered.train_batch_size,
+        "precision": preparation.lowered.precision,
+        "optimizer": "AdamW",
+    }

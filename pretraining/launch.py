@@ -1,0 +1,207 @@
+"""Start the ranks, build or load everything, train, and leave a status behind."""
+
+import json
+import subprocess
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from data_prep.counter_rng import Stream, key
+from data_prep.errors import UserError
+from data_prep.shards import write_atomically
+from pretraining import distributed
+from pretraining.arguments import Preparation, identity
+from pretraining.checkpoint import Checkpoints, TrainState, load
+from pretraining.data import TrainingBatches
+from pretraining.distributed import World, accumulate_in_fp32, gather_objects, import_deepspeed
+from pretraining.metrics import ProgressLine, Recorder, write_status
+from pretraining.model import BertForPreTraining
+from pretraining.optimizer import choose_adamw, parameter_groups
+from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
+from pretraining.stop import StopFlag
+from pretraining.trainer import RunSettings, Trainer
+
+EXIT_STOPPED = 75
+
+
+def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
+    """Train on this rank; returns the exit code.
+
+    Args:
+        preparation: what was checked.
+        stop: whether to stop early.
+        started: time.monotonic() of the program's start.
+    """
+    world = distributed.start()
+    folder = preparation.run_folder
+    trainer = None
+
+    def leave_status(state: str, reason: str) -> None:
+        if world.rank == 0 and folder.is_dir():
+            write_status(folder, state, reason, trainer.state.step if trainer else 0)
+
+    try:
+        trainer, batches = _build(preparation, world, stop, started)
+        leave_status("running", "")
+        finished = trainer.run(batches)
+        batches.close()
+        if finished:
+            leave_status("finished", f"{preparation.max_steps} steps are done")
+            _say_end(preparation, world.rank)
+            return 0
+        reason = stop.reason or "another rank was asked to stop"
+        leave_status("stopped", reason)
+        if world.rank == 0:
+            stop.clear()
+            step = trainer.state.step
+            print(f"stopped by {reason}; the same command goes on from step {step:,}", flush=True)
+        return EXIT_STOPPED
+    except UserError as error:
+        leave_status("failed", str(error))
+        raise
+    except Exception as error:
+        leave_status("failed", f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        return 1
+    finally:
+        distributed.shutdown()
+
+
+def _build(preparation: Preparation, world: World, stop: StopFlag, started: float):
+    """Make the engine, load the newest checkpoint if there is one, and set trainer and batches up."""
+    arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
+    ranks = world.rank, world.world_size
+    checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
+    checkpoint = checkpoints.newest_whole()
+    if checkpoint:
+        if arguments.resume == "never":
+            raise UserError(
+                f"{checkpoint.path}: there is a checkpoint, and --resume is never; choose another --output"
+            )
+        checkpoints.check_identity(checkpoint)
+        state = checkpoint.state
+    else:
+        state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
+    engine, optimizer_name = _make_engine(preparation, world)
+    if checkpoint:
+        load(engine, checkpoint)
+    recorder = progress = None
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_settings(preparation, world, optimizer_name)
+        recorder = Recorder(folder, state.step)
+        progress = ProgressLine(preparation.max_steps, state.step)
+        _say_start(preparation, world, state, optimizer_name, started)
+        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.step)
+    trainer = Trainer(
+        engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
+    )
+    return trainer, _batches(preparation, world, state)
+
+
+def _run_settings(preparation: Preparation) -> RunSettings:
+    arguments, lowered = preparation.arguments, preparation.lowered
+    return RunSettings(
+        seed=arguments.seed,
+        seq_len=preparation.seq_len,
+        train_batch_size=lowered.train_batch_size,
+        micro_batch_size=lowered.micro_batch_size,
+        max_micro_steps=lowered.max_micro_steps,
+        schedule=preparation.schedule,
+        max_steps=preparation.max_steps,
+        log_interval=arguments.log_interval,
+        save_interval=arguments.save_interval,
+        eval_interval=arguments.eval_interval,
+        eval_instances=arguments.eval_instances,
+        keep=arguments.keep,
+    )
+
+
+def _batches(preparation: Preparation, world: World, state: TrainState) -> TrainingBatches:
+    lowered, shard_set = preparation.lowered, preparation.shard_set
+    return TrainingBatches(
+        Order(shard_set.block_offsets("train"), state.seed, state.lanes, state.window),
+        shard_set,
+        consumed=state.consumed,
+        train_batch_size=lowered.train_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        max_instances=lowered.micro_batch_size,
+        masking=preparation.arguments.masking,
+        seed=state.seed,
+        skipped_ranges=state.skipped_ranges,
+        pin=world.device.type == "cuda",
+    )
+
+
+def _make_engine(preparation: Preparation, world: World):
+    """Initialise model, optimizer and DeepSpeed engine; returns the engine and what the optimizer is."""
+    lowered = preparation.lowered
+    torch.manual_seed(key(preparation.arguments.seed, Stream.INITIALISATION))
+    model = BertForPreTraining(preparation.config)
+    choice = choose_adamw(lowered.optimizer_device)
+    groups = parameter_groups(model, lowered.optimizer.weight_decay)
+    engine, *_ = import_deepspeed().initialize(
+        model=model,
+        optimizer=choice.build(groups, lowered.optimizer),
+        config=lowered.engine_config,
+        dist_init_required=False,
+    )
+    if lowered.max_micro_steps > 1:
+        accumulate_in_fp32(engine)
+    return engine, f"{choice.name}: {choice.why}"
+
+
+def _write_settings(preparation: Preparation, world: World, optimizer_name: str) -> None:
+    """settings.json: everything that the run was started with, so that its folder explains itself."""
+    content = {
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(preparation.arguments).items()
+        },
+        "model": preparation.config.to_dict(),
+        "deepspeed": preparation.lowered.engine_config,
+        "train_batch_size": preparation.lowered.train_batch_size,
+        "precision": preparation.lowered.precision,
+        "optimizer": optimizer_name,
+        "notes": preparation.notes,
+        "world_size": world.world_size,
+        "device": str(world.device),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy", "webdataset")},
+        "commit": _commit(),
+    }
+    write_atomically(
+        preparation.run_folder / "settings.json", (json.dumps(content, indent=1) + "\n").encode()
+    )
+
+
+def _commit() -> str | None:
+    """The commit of this code, if it runs from a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _say_start(
+    preparation: Preparation, world: World, state: TrainState, optimizer_name: str, started: float
+) -> None:
+    print("\n".join(preparation.describe(world.world_size)))
+    print(f"optimizer: {optimizer_name}")
+    if state.step:
+        print(f"going on from step {state.step:,}, {state.consumed:,} instances read")
+    print(f"curves: tensorboard --logdir {preparation.run_folder.parent}")
+    print(f"started in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _say_end(preparation: Preparation, rank: int) -> None:
+    if rank == 0:
+        folder = preparation.run_folder
+        print(
+            f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
+        )
+        print(f"next: tensorboard --logdir {folder.parent}", flush=True)

@@ -1,0 +1,33 @@
+"""The wish to stop early: a signal or a file, remembered until a step's end."""
+
+import signal
+from pathlib import Path
+
+STOP_FILE = "STOP"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopFlag:
+    """Raised by SIGTERM, SIGUSR1, or a file named STOP in the run folder; the ranks agree on it between steps.
+
+    Made before anything slow is imported, so that a signal during start-up is not lost.
+    """
+
+    def __init__(self, run_folder: Path):
+        self._file = run_folder / STOP_FILE
+        self.reason: str | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._catch)
+
+    def _catch(self, number: int, _frame) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+
+    def raised(self) -> bool:
+        """Whether this process wants to stop."""
+        if self.reason is None and self._file.exists():
+            self.reason = f"the file {self._file}"
+        return self.reason is not None
+
+    def clear(self) -> None:
+        """Remove the file, so that the next start does not stop at once."""
+        self._file.unlink(missing_ok=True)
