@@ -89,10 +89,11 @@ $(DEMO_TEXT): | install
 
 demo: install $(DEMO_TEXT)  ## minutes on two cores: real text, tokenizer, shards, pretraining; goes on where it was killed
 	@echo '== Tokenizer'
-	$(PY) data_prep/run.py tokenizer --input $(DEMO_TEXT) --output $(DEMO_DATA)/tokenizer --vocab_size 8000
+	$(PY) data_prep/run.py tokenizer --input $(DEMO_TEXT) --output $(DEMO_DATA)/tokenizer \
+	  --vocab_size 8000 --eval_fraction 0.05
 	@echo '== Shards'
 	$(PY) data_prep/run.py shards --input $(DEMO_TEXT) --tokenizer $(DEMO_DATA)/tokenizer \
-	  --output $(DEMO_DATA)/shards --seq_len 128 --workers 2
+	  --output $(DEMO_DATA)/shards --seq_len 128 --eval_fraction 0.05 --workers 2
 	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards
 	@echo '== Pretraining: $(STEPS) steps on $(RANKS) ranks'
 	PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py \

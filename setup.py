@@ -19,6 +19,7 @@ setup(
         "sentencex>=1.0,<2",
         "mwparserfromhell>=0.7,<0.8",
         "numpy>=2,<3",
+        "pydantic>=2,<3",
         "safetensors>=0.5,<1",
         "tensorboard>=2.18,<3",
         "tqdm>=4.66,<5",

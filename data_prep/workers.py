@@ -3,6 +3,7 @@
 import fcntl
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,8 @@ def run_tasks(
 
 def _die_with_parent() -> None:
     """End a worker when its parent is gone: a killed command must not leave processes that go on writing."""
+    # Ctrl-C reaches the whole group; the parent alone answers it, once the tasks at work are done and kept.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

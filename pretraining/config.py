@@ -5,16 +5,14 @@ assertion. Here a key is interpreted, passed through, or refused with a reason; 
 The schemas of zero_optimization, fp16 and bf16 are DeepSpeed's own. Batch sizes are counted in instances.
 """
 
-import difflib
 import importlib
 import json
-import json.scanner
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
@@ -23,8 +21,8 @@ from pretraining.optimizer import (
     ConstantSchedule,
     OptimizerSettings,
     ScheduleSettings,
-    StrictModel,
 )
+from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -162,68 +160,15 @@ def read_deepspeed_json(path: str | Path) -> DeepSpeedSettings:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
-    errors = _Errors(str(path))
-    document = _parse(text, errors)
+    errors = Errors(str(path), REFUSED)
+    document = parse(text, errors)
     errors.raise_any()
     return _interpret(document, errors)
 
 
-class _Errors(list[str]):
-    """The errors found in one file so far, a sentence each."""
-
-    def __init__(self, path: str):
-        super().__init__()
-        self.path = path
-
-    def add(self, sentence: str) -> None:
-        self.append(f"{self.path}: {sentence}")
-
-    def raise_any(self) -> None:
-        if self:
-            raise UserError("\n  ".join(self))
-
-
-def _parse(text: str, errors: _Errors) -> dict[str, Any]:
-    """Strict JSON: duplicate keys, trailing commas and NaN are errors with their line and column."""
-
-    def place(offset: int) -> str:
-        line_start = text.rfind("\n", 0, offset) + 1
-        return f"line {text.count(chr(10), 0, offset) + 1}, column {offset - line_start + 1}"
-
-    def parse_object(text_and_start: tuple[str, int], *arguments: Any) -> tuple[dict[str, Any], int]:
-        strict, scan_once, _, _, memo = arguments
-        pairs, end = json.decoder.JSONObject(text_and_start, strict, scan_once, None, list, memo)
-        keys = [key for key, _ in pairs]
-        for key in sorted({key for key in keys if keys.count(key) > 1}):
-            at = place(text_and_start[1] - 1)
-            errors.add(f'"{key}" stands twice in the object that begins at {at}; keep one of them')
-        return dict(pairs), end
-
-    def refuse_constant(name: str) -> float:
-        errors.add(f"{name} is not a JSON number; write a finite one")
-        return 0.0
-
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
-    decoder.parse_object = parse_object
-    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # the C scanner ignores parse_object
-    try:
-        document = decoder.decode(text)
-    except json.JSONDecodeError as error:
-        before = text[: error.pos].rstrip()
-        if before.endswith(",") and text[error.pos : error.pos + 1] in ("}", "]"):
-            errors.add(f"a comma without a successor at {place(len(before) - 1)}; delete it")
-        else:
-            errors.add(f"not valid JSON at {place(error.pos)}: {error.msg}")
-        return {}
-    if not isinstance(document, dict):
-        errors.add('expected an object like {"train_batch_size": 256, …} at the top level')
-        return {}
-    return document
-
-
-def _interpret(document: dict[str, Any], errors: _Errors) -> DeepSpeedSettings:
-    _check_auto(document, errors)
-    given = _check(_Document, document, "", errors)
+def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
+    refuse_auto(document, errors)
+    given = check(_Document, document, "", errors)
     sections = {
         name: _check_deepspeed(document, name, errors) for name in DEEPSPEED_SCHEMAS if name in document
     }
@@ -237,7 +182,7 @@ def _interpret(document: dict[str, Any], errors: _Errors) -> DeepSpeedSettings:
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & document.keys():
         errors.add('"train_batch_size" is missing; write the number of instances of one optimizer step')
     if (
-        dtypes := _check(_DataTypes, document.get("data_types", {}), "data_types", errors)
+        dtypes := check(_DataTypes, document.get("data_types", {}), "data_types", errors)
     ) and dtypes.grad_accum_dtype:
         sections["data_types"] = {"grad_accum_dtype": "fp32"}
     errors.raise_any()
@@ -260,65 +205,12 @@ def _interpret(document: dict[str, Any], errors: _Errors) -> DeepSpeedSettings:
     )
 
 
-def _check_auto(value: Any, errors: _Errors, name: str = "") -> None:
-    """Refuse the string "auto" at any depth: DeepSpeed drops such keys and takes its defaults."""
-    if value == "auto":
-        errors.add(
-            f'"{name}" is "auto", which only Hugging Face\'s Trainer fills in; write a value or leave it out'
-        )
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        _check_auto(inner, errors, f"{name}.{key}" if name else key)
-
-
-def _check(schema: type[BaseModel], section: Any, name: str, errors: _Errors) -> Any:
-    """The section as an object of the schema, or None after adding its errors; refused keys are left out."""
-    if not isinstance(section, dict):
-        return None  # its own section has complained
-    refused = REFUSED.get(name, {})
-    prefix = f"{name}." if name else ""
-    for key in section.keys() & refused.keys():
-        if not _is_off(section[key]):
-            errors.add(f'"{prefix}{key}" is not supported: {refused[key]}')
-    try:
-        return schema(
-            **{key: value for key, value in section.items() if key not in refused and value != "auto"}
-        )
-    except ValidationError as error:
-        for fault in error.errors():
-            if not (fault["type"] == "missing" and section.get(fault["loc"][0]) == "auto"):
-                errors.add(_sentence(fault, prefix, schema, refused))
-        return None
-
-
-def _is_off(value: Any) -> bool:
-    return value in (False, None) or (isinstance(value, dict) and value.get("enabled") is False)
-
-
-def _sentence(
-    fault: Mapping[str, Any], prefix: str, schema: type[BaseModel], refused: Mapping[str, str]
-) -> str:
-    *parents, key = fault["loc"] or ("",)
-    name = (prefix + ".".join(map(str, fault["loc"]))).rstrip(".")
-    if fault["type"] == "missing":
-        return f'"{name}" is missing; write it'
-    if fault["type"] != "extra_forbidden":
-        expected = fault["msg"].replace("Input", "it", 1).replace("should be None", "belongs to another type")
-        return f'"{name}" is {json.dumps(fault["input"], default=str)}; {expected}'
-    for parent in parents:
-        annotation = schema.model_fields[parent].annotation
-        schema = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
-    aliases = [field.alias for field in schema.model_fields.values() if field.alias]
-    near = difflib.get_close_matches(key, [*schema.model_fields, *aliases, *refused], n=1, cutoff=0.5)
-    hint = f'did you mean "{near[0]}"?' if near else "DeepSpeed has no such key; leave it out"
-    return f'"{name}" is unknown; {hint}'
-
-
-def _check_deepspeed(document: dict[str, Any], name: str, errors: _Errors) -> dict[str, Any]:
+def _check_deepspeed(document: dict[str, Any], name: str, errors: Errors) -> dict[str, Any]:
     """The object under `name` without refused keys, checked by DeepSpeed's own schema."""
     import_deepspeed()
     module, schema = DEEPSPEED_SCHEMAS[name]
     section = document[name]
-    _check(getattr(importlib.import_module(module), schema), section, name, errors)
+    check(getattr(importlib.import_module(module), schema), section, name, errors)
     if not isinstance(section, dict):
         return {}
     for key in NEEDED_ON.get(name, ()):
@@ -329,7 +221,7 @@ def _check_deepspeed(document: dict[str, Any], name: str, errors: _Errors) -> di
     return {key: value for key, value in section.items() if key not in REFUSED.get(name, {})}
 
 
-def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: _Errors) -> None:
+def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: Errors) -> None:
     if zero is None:
         return
     if zero.get("stage", 0) in (0, 3):
@@ -350,15 +242,15 @@ def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: _
         )
 
 
-def _optimizer(section: Any, errors: _Errors, notes: list[str]) -> OptimizerSettings | None:
-    entry = _check(_Optimizer, section, "optimizer", errors)
+def _optimizer(section: Any, errors: Errors, notes: list[str]) -> OptimizerSettings | None:
+    entry = check(_Optimizer, section, "optimizer", errors)
     if entry is None:
         return None
     if entry.type.lower() not in ("adam", "adamw"):
         errors.add(
             f'"optimizer.type" is {json.dumps(entry.type)}; this version trains with AdamW; write "AdamW"'
         )
-    params = _check(OptimizerSettings, entry.params, "optimizer.params", errors)
+    params = check(OptimizerSettings, entry.params, "optimizer.params", errors)
     if params is not None and not params.adam_w_mode and params.weight_decay:
         errors.add(
             '"optimizer.params.adam_w_mode" is false, which adds the weight decay to the gradient; BERT is trained with '
@@ -370,10 +262,10 @@ def _optimizer(section: Any, errors: _Errors, notes: list[str]) -> OptimizerSett
 
 
 def _schedule(
-    section: Any, optimizer: OptimizerSettings | None, errors: _Errors, notes: list[str]
+    section: Any, optimizer: OptimizerSettings | None, errors: Errors, notes: list[str]
 ) -> ScheduleSettings | None:
-    entry = None if section is None else _check(_Scheduler, section, "scheduler", errors)
-    schedule = entry and _check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
+    entry = None if section is None else check(_Scheduler, section, "scheduler", errors)
+    schedule = entry and check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
     if optimizer is None or (section is not None and schedule is None):
         return None
     lr = optimizer.lr
@@ -409,7 +301,7 @@ def lower(
     DeepSpeed sees accumulation 1 and a batch of one micro-batch per rank, because micro-steps are driven by
     `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours.
     """
-    errors = _Errors(settings.path)
+    errors = Errors(settings.path)
     notes: list[str] = []
     batch, micro_batch, micro_steps = _plan_batch(settings, world_size, errors)
     sections = dict(settings.sections)
@@ -449,7 +341,7 @@ def lower(
     )
 
 
-def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: _Errors) -> tuple[int, int, int]:
+def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: Errors) -> tuple[int, int, int]:
     """Instances per step, instances per micro-step, and micro-steps of the rank with the largest share.
 
     Instance g goes to rank g mod world_size, so shares differ by at most one and need not divide evenly.
@@ -478,7 +370,7 @@ def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: _Errors) -
 
 
 def _choose_precision(
-    asked: Precision, device: str, capabilities: Capabilities, notes: list[str], errors: _Errors
+    asked: Precision, device: str, capabilities: Capabilities, notes: list[str], errors: Errors
 ) -> Precision:
     if asked == "bf16" and capabilities.bf16 is None:
         if device == "cuda":

@@ -5,6 +5,7 @@ repeats, everything else is.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -37,8 +38,12 @@ class Recorder:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Write one line and one point of each curve; "/" in a name groups curves in TensorBoard."""
-        self._file.write(json.dumps({"step": step} | values) + "\n")
+        """Write one line and one point of each curve; "/" in a name groups curves in TensorBoard.
+
+        What is not finite (the gradient norm of a skipped step) is null in the line: JSON has no such number.
+        """
+        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step} | line) + "\n")
         self._file.flush()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)

@@ -12,18 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from data_prep.errors import UserError
+from pretraining.strict_json import StrictModel
 
 if TYPE_CHECKING:
     import torch
-
-
-class StrictModel(BaseModel):
-    """An object of a JSON file: no unknown keys, no strings for numbers, no NaN, not changed afterwards."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class OptimizerSettings(StrictModel):
