@@ -97,7 +97,7 @@ demo: install $(DEMO_TEXT)  ## minutes on two cores: real text, tokenizer, shard
 	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards
 	@echo '== Pretraining: $(STEPS) steps on $(RANKS) ranks'
 	PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py \
-	  --deepspeed_config ds_configs/zero2.json --model $(MODEL) --data $(DEMO_DATA)/shards \
+	  --deepspeed_config ds_configs/demo.json --model $(MODEL) --data $(DEMO_DATA)/shards \
 	  --output $(DEMO_DIR) --max_steps $(STEPS)
 	@echo '== Done. Shards: $(DEMO_DATA)/shards; checkpoints and metrics: $(DEMO_DIR). To see the curves:'
 	@echo '   .venv/bin/tensorboard --logdir runs'

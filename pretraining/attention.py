@@ -114,9 +114,9 @@ def dropout(x: Tensor, dropout_p: float) -> Tensor:
 def _keep_mask(x: Tensor, dropout_p: float) -> tuple[Tensor, float]:
     """Zeros and ones in the shape and dtype of `x`, and the factor that keeps the mean.
 
-    F.dropout draws one Bernoulli number after the other, on one thread: about 9 times the time of this. Words come
-    from torch's generator, so torch.manual_seed governs them. p is rounded to 1/65536 and the factor is that
-    of the rounded p, so the mean is exact.
+    F.dropout draws one Bernoulli number after the other: about six times the time of this. The words come from
+    torch's generator, so torch.manual_seed governs them. p is rounded to 1/65536 and the factor is that of
+    the rounded p, so the mean is exact.
     """
     dropped_levels = round(dropout_p * _DROPOUT_LEVELS)
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)

@@ -3,7 +3,7 @@
     positions g ──Order──> storage numbers ──BlockCache──> Instances (numpy) ──MicroBatches──> tensors
 
 A background thread reads, draws masks and sorts by length, a few steps ahead, and keeps what it makes compact
-(2 bytes per token). The tensors (24 bytes per token) are built when the loop asks for a micro-batch: a step of
+(2 bytes per token). Tensors (24 bytes per token) are built when the loop asks for a micro-batch: a step of
 65,536 instances never has more than one micro-batch of them in memory. Nothing here is padded.
 """
 
@@ -178,7 +178,7 @@ def load_share(
         order: of the training instances.
         cache: of the blocks of the "train" split.
         g: int64 [n], ascending and not before the positions of the last call with this cache.
-        masking: "static" for the stored masks, "dynamic" for new ones in each epoch, a pure function of (seed,
+        masking: "static" for the stored masks, "dynamic" for new ones in each epoch, functions of (seed,
             epoch, storage number) (Liu et al. 2019, "RoBERTa", section 4.1).
         seed, policy: of the dynamic masks.
     Raises:
@@ -262,7 +262,7 @@ def cut_micro_batches(
     """Sort by length (descending, stable) and cut.
 
     Args:
-        max_instances, max_tokens: of a micro-batch at most; an instance that alone has more tokens stands alone.
+        max_instances, max_tokens: at most, but an instance that alone has more tokens stands alone.
         pin: build the tensors in pinned memory, for asynchronous copies to a GPU.
     """
     lengths = np.diff(instances.offsets)

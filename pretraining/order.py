@@ -158,7 +158,7 @@ class Order:
         return self.schedule(g).storage
 
     def schedule(self, g: np.ndarray | int) -> Schedule:
-        """Storage numbers as `instances` gives them, with the windows that tell how long a block is needed."""
+        """Storage numbers as `instances` gives them, and the windows that tell how long blocks are needed."""
         shape = np.shape(g)
         g = np.asarray(g, dtype=np.int64).reshape(-1)
         epoch = self.epoch(g)
@@ -223,7 +223,7 @@ class Order:
         return table
 
     def _lane_windows(self, epoch: int, window: int, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Storage numbers and last windows, int64 [len(lanes), width]; columns past a lane's end are unused."""
+        """Storage numbers and last windows, int64 [len(lanes), width]; unused past the end of a lane."""
         blocks = self._epoch_table(epoch)
         lane_start, lane_length = (column[:, None] for column in self.lane_span(lanes))
         first = window * self.window

@@ -161,6 +161,19 @@ def case_reductions_per_step(world: World) -> dict:
     return counts
 
 
+def case_partition(world: World) -> dict:
+    """What a rank of ZeRO-2 holds, in numbers per parameter of the model."""
+    engine = make_engine(world, make_model())
+    train_shares(world, engine, 1, "fp32")
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    (state,) = engine.optimizer.optimizer.state.values()
+    return {
+        "partition_gradients": engine.optimizer.partition_gradients,
+        "exp_avg": state["exp_avg"].numel() / parameters,
+        "exp_avg_sq": state["exp_avg_sq"].numel() / parameters,
+    }
+
+
 def case_many_micro_steps_in_bf16(world: World) -> dict:
     """The gradient norm of 1,024 like micro-steps over the norm expected, in fp32 gradients and without."""
     ratios = {}

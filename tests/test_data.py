@@ -1,4 +1,4 @@
-"""From shards to micro-batches: the right tokens, masks and shapes, the same on every cluster and after a seek."""
+"""From shards to micro-batches: the right tensors, the same on every cluster and after a seek."""
 
 import functools
 import itertools
@@ -228,7 +228,7 @@ def test_without_a_sentence_task_there_are_no_labels(tmp_path):
 
 
 def test_masks_change_with_the_epoch_only_if_dynamic(order, shard_set):
-    """Static masks are those of the shards in every epoch; dynamic ones differ from them and between epochs."""
+    """Static masks are those of the shards in every epoch; dynamic ones differ from those and each other."""
 
     def positions(masking, epoch):
         (step,) = steps_of(order, shard_set, 1, masking=masking, consumed=1000 * epoch, train_batch_size=1000)
@@ -281,7 +281,7 @@ def test_prefetch_depth_changes_nothing(order, shard_set):
 
 
 def test_prefetch_stays_its_depth_ahead(order, shard_set):
-    """The thread prepares `depth` steps and then waits, so memory is bounded; each step taken lets it go on."""
+    """The thread prepares `depth` steps and then waits, so memory is bounded; a step taken lets it go on."""
     with closing(batches_of(order, shard_set, depth=3)) as batches:
         for taken in range(3):
             while batches._ready.qsize() < 3:
@@ -310,7 +310,7 @@ def test_skipped_ranges_are_left_out(order, shard_set):
 
 
 def test_blocks_are_read_as_the_order_promises(tmp_path):
-    """One rank reads each block once per epoch and once more for each lane cut in it; R ranks read no more."""
+    """One rank reads each block once per epoch and once more per lane cut in it; R ranks no more."""
     shard_set = make_shard_set(tmp_path, [(64,) * 40], max_length=8)
     total, lanes = 64 * 40, 6
     order = Order(shard_set.block_offsets("train"), SEED, lanes=lanes, window=32)
@@ -391,7 +391,7 @@ def corrupt(shard_set: ShardSet, split: str, shard: int, block: int) -> None:
 
 
 def test_a_corrupted_block_stops_the_consumer(tmp_path):
-    """A flipped bit is a UserError naming the shard, raised where the loop asks, again each time, and no hang."""
+    """A flipped bit is a UserError naming the shard, raised where the loop asks, each time, and no hang."""
     shard_set = make_shard_set(tmp_path, [(50, 50), (50, 50)])
     order = Order(shard_set.block_offsets("train"), SEED, lanes=2, window=16)
     corrupt(shard_set, "train", 1, 0)
@@ -419,7 +419,7 @@ def test_close_ends_the_thread(order, shard_set):
 
 
 def test_tensors_are_built_on_demand(order, shard_set):
-    """A share holds 2 bytes per token; its micro-batches are built anew, in any order, and equal each time."""
+    """A share holds 2 bytes per token; its micro-batches are built anew, in any order, always equal."""
     (step,) = steps_of(order, shard_set, 1, train_batch_size=300)
     assert step.micro_batches.instances.tokens.dtype == np.uint16
     assert len(step.micro_batches) == -(-300 // 7)
@@ -436,7 +436,7 @@ def test_tensors_are_built_on_demand(order, shard_set):
     st.integers(1, 90), st.integers(1, 40), st.one_of(st.none(), st.integers(1, 300)), st.integers(0, 10**6)
 )
 def test_cutting(n, max_instances, max_tokens, seed):
-    """Both bounds hold (but for a long instance alone), lengths fall, nothing is lost, no cut was needless."""
+    """Both bounds hold (but for a long instance alone), lengths fall, nothing is lost, no cut is needless."""
     block = make_block(np.random.default_rng(seed), n, 60, True)
     instances = replace(
         block,
@@ -478,7 +478,7 @@ def test_gather_any_instances(shard_set, data):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(("limit", "count"), [(0, 143), (50, 50), (10**6, 143), (3, 3)])
 def test_evaluation_sees_everything_once(shard_set, world_size, limit, count, monkeypatch):
-    """All ranks together evaluate each held-out instance once, with its stored masks, in pools of any size."""
+    """All ranks together evaluate each held-out instance once, with its stored masks."""
     monkeypatch.setattr("pretraining.data._EVALUATION_POOL", 20)
     found = [
         list(evaluation_batches(shard_set, "eval", rank, world_size, 8, limit)) for rank in range(world_size)
@@ -494,7 +494,7 @@ def test_evaluation_sees_everything_once(shard_set, world_size, limit, count, mo
 
 
 def test_stored_policy_is_that_of_the_shards(shard_set):
-    """Dynamic masks follow the rate and the bound with which the stored ones were drawn, and mask no [CLS]."""
+    """Dynamic masks follow the rate and the bound of the stored ones, and never mask [CLS]."""
     policy = stored_policy(shard_set)
     assert (policy.rate, policy.max_predictions, policy.mask_id) == (0.2, 4, SPECIAL_IDS["mask"])
     assert set(policy.never_masked_ids) == {0, 2, 3, 4}

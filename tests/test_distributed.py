@@ -67,6 +67,7 @@ def two_ranks(tmp_path_factory):
         "reductions_per_step",
         "many_micro_steps_in_bf16",
         "overflow",
+        "partition",
     )
     return run_ranks(tmp_path_factory.mktemp("ranks") / "two.json", *cases)
 
@@ -96,6 +97,13 @@ def test_gradients_are_reduced_once_per_step(two_ranks):
     seen = two_ranks["reductions_per_step"]
     assert seen["six"] == seen["one"]
     assert seen["six without"] == 6 * seen["one"]
+
+
+def test_two_ranks_halve_the_optimizer_state(two_ranks):
+    """ZeRO-2 partitions gradients, and each of two ranks keeps half of both moments (and padding)."""
+    seen = two_ranks["partition"]
+    assert seen["partition_gradients"] is True
+    assert seen["exp_avg"] == seen["exp_avg_sq"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_gradients_add_up_in_float32(two_ranks):

@@ -246,7 +246,7 @@ def test_masks_do_not_depend_on_neighbours(many):
     """Instances drawn one by one, or in another order, have the masks that they have in a ragged call of all."""
     tokens, offsets, keys, masks, _ = many
     together = rows(masks)
-    for i in range(0, 300):
+    for i in range(300):
         one = tokens[offsets[i] : offsets[i + 1]]
         assert rows(draw_masks(one, np.array([0, len(one)]), keys[i : i + 1], policy())) == [together[i]]
     order = np.random.default_rng(3).permutation(300)

@@ -209,11 +209,11 @@ def test_vocabulary_padding_is_invisible():
     assert before["bert.embeddings.word_embeddings.weight"][101:].abs().sum() == 0
     assert before["masked_lm_head.bias"][101:].abs().sum() == 0
 
-    loss = float(mean_loss(model(batch), batch))
+    loss = mean_loss(model(batch), batch).item()
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[101:] = 50.0
         model.masked_lm_head.bias[101:] = 1000.0
-    assert float(mean_loss(model(batch), batch)) == loss
+    assert mean_loss(model(batch), batch).item() == loss
     assert model.masked_lm_logits(torch.randn(3, 32), torch.arange(3)).shape == (3, 101)
     fresh = BertForPreTraining(config).bert.embeddings.word_embeddings.weight
     assert fresh[101:].abs().sum() == 0 and fresh[100].abs().sum() > 0
@@ -339,8 +339,8 @@ def test_initial_weights():
     at_start = BertForPreTraining(tiny_config(vocab_size=500))
     batch = random_batch(at_start.config, [30] * 8, np.random.default_rng(0))
     output = at_start(batch)
-    assert float(output.masked_lm_loss_sum) / 40 == pytest.approx(math.log(500), abs=0.1)
-    assert float(output.next_sentence_loss_sum) / 8 == pytest.approx(math.log(2), abs=0.05)
+    assert output.masked_lm_loss_sum.item() / 40 == pytest.approx(math.log(500), abs=0.1)
+    assert output.next_sentence_loss_sum.item() / 8 == pytest.approx(math.log(2), abs=0.05)
 
 
 @pytest.mark.parametrize("lengths", [[12, 3], [1], []])
@@ -351,7 +351,7 @@ def test_nothing_masked_still_runs_backward(lengths):
     model = random_model(config, 4)
     batch = random_batch(config, lengths, np.random.default_rng(0), masked=0)
     output = model(batch)
-    assert float(output.masked_lm_loss_sum) == 0 and int(output.masked_lm_correct) == 0
+    assert output.masked_lm_loss_sum.item() == 0 and int(output.masked_lm_correct) == 0
     (output.masked_lm_loss_sum + output.next_sentence_loss_sum).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert all(float(p.grad.abs().sum()) == 0 for p in model.masked_lm_head.parameters())
@@ -646,7 +646,7 @@ def test_bfloat16_is_close_to_float32():
     model.bfloat16()
     output = model(batch)
     assert output.masked_lm_loss_sum.dtype == torch.float32
-    assert float(mean_loss(output, batch)) == pytest.approx(float(exact), rel=0.01)
+    assert mean_loss(output, batch).item() == pytest.approx(exact.item(), rel=0.01)
     for name, gradient in gradients(model, batch).items():
         assert gradient.dtype == torch.bfloat16
         error = (gradient.float() - expected[name]).norm() / expected[name].norm()
@@ -671,13 +671,13 @@ def test_overfits_a_fixed_batch():
     model = BertForPreTraining(config)
     batch = random_batch(config, [24, 24, 24, 24, 16, 16, 9, 9], np.random.default_rng(13))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    first = float(mean_loss(model(batch), batch))
+    first = mean_loss(model(batch), batch).item()
     for _ in range(150):
         optimizer.zero_grad()
         output = model(batch)
         mean_loss(output, batch).backward()
         optimizer.step()
     output = model(batch)
-    assert first > 4 and float(mean_loss(output, batch)) < 0.1
+    assert first > 4 and mean_loss(output, batch).item() < 0.1
     assert int(output.masked_lm_correct) == len(batch.masked_lm_labels)
     assert int(output.next_sentence_correct) == 8

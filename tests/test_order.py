@@ -22,8 +22,8 @@ def equal_blocks(instances: int, block: int = 512) -> np.ndarray:
 def check_composition(order: Order, epoch: int, found: list[int]) -> None:
     """Plain loops over lanes and windows: each window holds the stretch of the block list that it should."""
     total = order.instances_per_epoch
-    one_lane = Order(order.block_offsets, order.seed, lanes=1, window=1)
-    block_list = one_lane.instances(np.arange(epoch * total, (epoch + 1) * total)).tolist()
+    unshuffled = Order(order.block_offsets, order.seed, lanes=total, window=1)
+    block_list = unshuffled.instances(np.arange(epoch * total, (epoch + 1) * total)).tolist()
     start = 0
     for lane in range(min(order.lanes, total)):
         length = -(-(total - lane) // order.lanes)
@@ -47,7 +47,7 @@ orders = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(orders, st.integers(0, 10**9))
 def test_an_epoch_is_a_permutation_made_of_blocks_lanes_and_windows(order, epoch):
-    """Every instance comes exactly once per epoch, for any N, L, window and block sizes (empty blocks too)."""
+    """Every instance comes exactly once per epoch, for any N, L, window and (also empty) blocks."""
     total = order.instances_per_epoch
     found = order.instances(np.arange(epoch * total, (epoch + 1) * total))
     assert sorted(found.tolist()) == list(range(total))
@@ -90,7 +90,7 @@ def test_a_batch_may_straddle_epochs():
 @settings(max_examples=100, deadline=None)
 @given(orders, st.integers(0, 2000), st.integers(1, 100))
 def test_seek_equals_replay(order, consumed, count):
-    """A fresh order asked at once for a place far in gives what one that walked there gives, one by one too."""
+    """A fresh order asked at once for a far place gives what one that walked there gives."""
     walker = Order(order.block_offsets, order.seed, order.lanes, order.window)
     replayed = np.concatenate(
         [walker.instances(np.arange(a, a + 97)) for a in range(0, consumed + count, 97)]
@@ -176,7 +176,7 @@ def test_local_randomness():
 
 
 def test_permutations_are_unbiased():
-    """Each instance of a window is equally likely at each place (chi-square over 20,000 windows), so are blocks."""
+    """Each instance of a window is equally likely at each place (chi-square test), and so are blocks."""
     windows, size, epochs = 20_000, 6, 1_000
     order = Order(np.array([0, windows * size]), seed=2, lanes=windows, window=size)
     places = order.instances(np.arange(windows * size)).reshape(size, windows).T % size
@@ -299,7 +299,7 @@ def test_advance_step_by_step_equals_advance_at_once():
     [([0], 1, 1), ([0, 0], 1, 1), ([1, 5], 1, 1), ([0, 5, 3], 1, 1), ([0, 5], 0, 1), ([0, 5], 1, 0)],
 )
 def test_impossible_orders_are_refused(offsets, lanes, window):
-    """No instances, offsets that fall or do not begin at 0, no lane, no window: an error, not a wrong order."""
+    """No instances, offsets that fall or do not begin at 0, no lane, no window: an error."""
     with pytest.raises(ValueError, match="order needs|must rise"):
         Order(np.array(offsets), 0, lanes, window)
 
