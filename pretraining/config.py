@@ -301,7 +301,7 @@ def lower(
     DeepSpeed sees accumulation 1 and a batch of one micro-batch per rank, because micro-steps are driven by
     `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours.
     """
-    errors = Errors(settings.path)
+    errors = Errors(settings.path, REFUSED)
     notes: list[str] = []
     batch, micro_batch, micro_steps = _plan_batch(settings, world_size, errors)
     sections = dict(settings.sections)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 import traceback
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
     try:
         trainer, batches = _build(preparation, world, stop, started)
         leave_status("running", "")
-        finished = trainer.run(batches)
-        batches.close()
+        with closing(batches):
+            finished = trainer.run(batches)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
             _say_end(preparation, world.rank)

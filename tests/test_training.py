@@ -312,7 +312,7 @@ def reference(shards: Path) -> tuple[dict[str, torch.Tensor], list[float], list[
             group["lr"] = learning_rate(preparation.schedule, step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     batches.close()
     return {name: value.detach() for name, value in model.named_parameters()}, losses, norms
 
@@ -347,13 +347,21 @@ def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_golden_losses(one_rank):
+def test_golden_losses(shards, one_rank):
     """The losses of a small run are those that were written down, to the last bit on a like processor and torch."""
-    lines = [line for line in metrics(one_rank) if "train/loss" in line]
-    losses = [line["train/loss"] for line in lines]
+    losses = [line["train/loss"] for line in metrics(one_rank) if "train/loss" in line]
+    shard = ShardSet.open(shards).manifest["splits"]["train"]["shards"][0]["sha256"]
+    made_with = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if "WRITE_GOLDEN" in os.environ:
+        GOLDEN.write_text(
+            json.dumps({"made_with": made_with, "shard": shard, "losses": losses}, indent=1) + "\n"
+        )
     golden = json.loads(GOLDEN.read_text())
-    same = golden["made_with"] == {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    assert losses == golden["losses"] if same else losses == pytest.approx(golden["losses"], rel=1e-4)
+    if golden["made_with"] == made_with:
+        assert (shard, losses) == (golden["shard"], golden["losses"])
+    else:
+        # Another processor may round a tokenizer's scores, and so a few of its pieces, otherwise.
+        assert losses == pytest.approx(golden["losses"], rel=0.03)
 
 
 def test_evaluation_counts_each_instance_once(shards, one_rank):
