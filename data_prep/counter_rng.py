@@ -27,7 +27,6 @@ class Stream(enum.IntEnum):
     DYNAMIC_MASK = 9
     DROPOUT = 10
     INITIALISATION = 11
-    TOKENIZER_SAMPLE = 12
     SEGMENTS = 13
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from data_prep.counter_rng import Stream, derive, key, uniform
 from data_prep.masking import MaskPolicy, draw_masks
+from data_prep.ragged import offsets_of, ragged_range
 from data_prep.shards import BLOCK_INSTANCES, Block
 
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
@@ -67,7 +68,7 @@ class TokenDocuments:
     @classmethod
     def from_lengths(cls, tokens, sentence_tokens, document_sentences, hashes) -> "TokenDocuments":
         """Make it from the number of tokens of each sentence [S] and of sentences of each document [D]."""
-        return cls(tokens, _offsets(sentence_tokens), _offsets(document_sentences), hashes)
+        return cls(tokens, offsets_of(sentence_tokens), offsets_of(document_sentences), hashes)
 
     def take(self, index: np.ndarray) -> "TokenDocuments":
         """The documents at these places, in this order."""
@@ -95,17 +96,6 @@ class Pairs:
     def take(self, index: np.ndarray) -> "Pairs":
         """The instances at these places, in this order."""
         return Pairs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-
-
-def ragged_range(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenation of arange(start, start + length) for every pair; int64 [sum(lengths)]."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def build_pairs(documents: TokenDocuments, settings: InstanceSettings) -> Pairs:
@@ -237,7 +227,7 @@ def assemble_blocks(
     for start in range(0, len(pairs.keys), BLOCK_INSTANCES):
         part = pairs.take(slice(start, start + BLOCK_INSTANCES))
         a, b = part.a_end - part.a_start, part.b_end - part.b_start
-        offsets = _offsets(a + b + SPECIAL_TOKENS)
+        offsets = offsets_of(a + b + SPECIAL_TOKENS)
         tokens = np.empty(offsets[-1], dtype=documents.tokens.dtype)
         begin = offsets[:-1]
         tokens[begin] = special_ids["cls"]

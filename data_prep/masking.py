@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_prep.counter_rng import Stream, derive, uniform
+from data_prep.counter_rng import Stream, below, derive, uniform
 
 POSITION_BITS = 16
 
@@ -119,8 +119,8 @@ def _replace(original: np.ndarray, keys: np.ndarray, positions: np.ndarray, poli
     """What the input shows at the chosen positions: [MASK], a random id or the original one."""
     words = derive(keys, positions)
     action = uniform(words)
-    pick = uniform(derive(words, int(Stream.MASK_REPLACEMENT)))
-    random_ids = policy.replacement_ids[(pick * len(policy.replacement_ids)).astype(np.int64)]
+    pick = below(derive(words, int(Stream.MASK_REPLACEMENT)), len(policy.replacement_ids))
+    random_ids = policy.replacement_ids[pick]
     inputs = np.where(action < policy.mask_share + policy.random_share, random_ids, original)
     inputs[action < policy.mask_share] = policy.mask_id
     return inputs.astype(original.dtype)

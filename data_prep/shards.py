@@ -84,12 +84,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -139,7 +139,7 @@ def write_shard(path: Path, blocks: Iterable[Block]) -> dict:
         "blocks": spans,
     }
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     return entry
 
 

@@ -34,7 +34,7 @@ from data_prep.shards import (
     canonical_json,
     manifest_bytes,
     shard_name,
-    sync_folder,
+    sync,
     token_dtype,
     write_atomically,
     write_shard,
@@ -66,11 +66,9 @@ def tokenize(plan: Plan, task: int) -> int:
         header = canonical_json({"fingerprint": plan.fingerprint, "counts": counts})
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         safetensors.numpy.save_file(arrays, temporary, metadata={"header": header})
-        descriptor = os.open(temporary, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(temporary)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     return split.end - split.start
 
 

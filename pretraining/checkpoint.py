@@ -5,14 +5,13 @@ does `latest` move. DeepSpeed's own files are inside, in its own layout.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from data_prep.errors import UserError
-from data_prep.shards import file_sha256, sync_folder, write_atomically
+from data_prep.shards import file_sha256, sync, write_atomically
 
 FOLDER = "checkpoints"
 LATEST = "latest"
@@ -155,7 +154,7 @@ class Checkpoints:
         for name in names[self.rank :: self.world_size]:
             path = folder / name
             mine[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            _sync_file(path)
+            sync(path)
         return {name: entry for part in self._gather(mine) for name, entry in part.items()}
 
     def _publish(self, partial: Path, final: Path, manifest: dict) -> Exception | None:
@@ -166,7 +165,7 @@ class Checkpoints:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-            sync_folder(self.folder)
+            sync(self.folder)
             write_atomically(self.folder / LATEST, (final.name + "\n").encode())
         except OSError as error:
             return error
@@ -250,14 +249,6 @@ def _fault(path: Path, entry: dict) -> list[str]:
     if size != entry["bytes"]:
         return [f"{path.name} has {size:,} of {entry['bytes']:,} bytes"]
     return [] if file_sha256(path) == entry["sha256"] else [f"{path.name} was changed (its sha256 differs)"]
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load(engine, checkpoint: Checkpoint) -> None:

@@ -22,6 +22,7 @@ import torch
 from data_prep import counter_rng
 from data_prep.counter_rng import Stream
 from data_prep.masking import MaskPolicy, draw_masks
+from data_prep.ragged import offsets_of
 from data_prep.shards import Block, ShardSet
 from pretraining.model import MicroBatch
 from pretraining.order import Order, advance, share
@@ -38,7 +39,7 @@ Instances = Block  # of any number of instances, with int64 offsets
 
 def _take_ragged(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pieces flat[starts[i] : starts[i] + lengths[i]] end to end, and their offsets int64 [n+1]."""
-    offsets = _offsets(lengths)
+    offsets = offsets_of(lengths)
     values = np.empty(offsets[-1], flat.dtype)
     shifts = starts - offsets[:-1]
     for first in range(0, len(starts), _CHUNK):
@@ -49,12 +50,6 @@ def _take_ragged(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> t
         # The indices are right by construction; with mode="raise" numpy would copy through a buffer.
         np.take(flat, index, out=values[begin:end], mode="clip")
     return values, offsets
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _longest_first(lengths: np.ndarray) -> np.ndarray:
@@ -210,7 +205,7 @@ def _draw_dynamic_masks(instances: Instances, keys: np.ndarray, policy: MaskPoli
         parts.append(draw_masks(tokens, offsets - offsets[0], keys[first : first + _CHUNK], policy))
     return replace(
         instances,
-        masked_lm_offsets=_offsets(np.concatenate([np.diff(part.offsets) for part in parts])),
+        masked_lm_offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
         masked_lm_positions=np.concatenate([part.positions for part in parts]),
         masked_lm_inputs=np.concatenate([part.inputs for part in parts]),
     )

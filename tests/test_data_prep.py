@@ -181,11 +181,12 @@ def test_killed_again_and_again(place, reference):
         assert wait_until(lambda goal=goal, process=process: finished() >= goal or process.poll() is not None)
         time.sleep(chance.random() * 0.05)
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
         assert not (output / "manifest.json").exists()
         if attempt % 2:
             assert wait_until(lambda process=process: not in_session(process.pid), 20), "workers go on"
+        process.stdout.close()
+        process.stderr.close()
     finish(begin(len(goals)))
     assert files(output) == files(reference)
 
@@ -567,6 +568,7 @@ def test_inspect_shows_lengths_and_padding(place, tmp_path, capsys, seq_len):
     covered = [n for low, high, _ in rows for n in range(int(low), int(high) + 1)]
     assert covered == list(range(1, seq_len + 1))
     for low, high, count in rows:
+        assert int(low) <= int(high)
         assert int(count.replace(",", "")) == ((int(low) <= lengths) & (lengths <= int(high))).sum()
     padding = 1 - lengths.sum() / (len(lengths) * seq_len)
     assert f"padding to {seq_len} would be {padding:.1%} of all positions" in output
