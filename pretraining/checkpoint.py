@@ -4,7 +4,9 @@ A checkpoint is written to a folder with a temporary name, hashed into its own m
 does `latest` move. DeepSpeed's own files are inside, in its own layout.
 """
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -111,21 +113,22 @@ class Checkpoints:
         """
         final = self.folder / f"step-{state.step:08d}"
         partial = final.with_name(final.name + PARTIAL)
-        problem = None
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        writer = _Writer(engine.checkpoint_engine)
+        engine.checkpoint_engine = writer
         try:
-            if self.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(partial, ignore_errors=True)
-            self._agree(None)
             # The universal form, for other numbers of ranks, is converted from these files and asks for this.
             client_state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
             engine.save_checkpoint(
                 str(self.folder), tag=partial.name, client_state=client_state, save_latest=False
             )
-        except (OSError, RuntimeError) as error:
-            problem = error
-        self._agree(problem)
-        hashes = self._hash_share(partial)
+        finally:
+            engine.checkpoint_engine = writer.inner
+        hashes = {
+            name: entry for part in self._agree(writer.problem, writer.files) for name, entry in part.items()
+        }
+        problem = None
         if self.rank == 0:
             manifest = {
                 "format_version": FORMAT_VERSION,
@@ -135,27 +138,19 @@ class Checkpoints:
                 "files": hashes,
             }
             problem = self._publish(partial, final, manifest)
-        self._agree(problem)
+        self._agree(problem, None)
         return final
 
-    def _agree(self, problem: Exception | None) -> None:
-        """Wait for all ranks; if one has a problem, all of them end with it."""
-        problems = [text for text in self._gather(str(problem) if problem else None) if text]
+    def _agree(self, problem: Exception | None, value: object) -> list:
+        """Wait for all ranks and return their values; if one has a problem, all of them end with it."""
+        answers = self._gather((str(problem) if problem else None, value))
+        problems = [text for text, _ in answers if text]
         if problems:
             raise UserError(
                 f"{self.folder}: a checkpoint could not be written ({problems[0]}); make room on the disk and run the "
                 "same command again: it goes on from the last checkpoint"
             )
-
-    def _hash_share(self, folder: Path) -> dict[str, dict]:
-        """Sizes and hashes of all files; the ranks share the work."""
-        names = sorted(path.name for path in folder.iterdir())
-        mine = {}
-        for name in names[self.rank :: self.world_size]:
-            path = folder / name
-            mine[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            sync(path)
-        return {name: entry for part in self._gather(mine) for name, entry in part.items()}
+        return [value for _, value in answers]
 
     def _publish(self, partial: Path, final: Path, manifest: dict) -> Exception | None:
         try:
@@ -240,6 +235,58 @@ class Checkpoints:
                 f"{checkpoint.path}: the run was made with other settings ({'; '.join(changed)}); give the old ones again, or "
                 "start a new run with another --output"
             )
+
+
+class _Writer:
+    """DeepSpeed's checkpoint engine, but for writing: hashes what it writes, and remembers an error until the end.
+
+    A rank that raised in the middle of a save would leave the others waiting for it.
+    """
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.files: dict[str, dict] = {}
+        self.problem: Exception | None = None
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+        except OSError as error:
+            self.problem = self.problem or error
+
+    def save(self, state_dict, path: str) -> None:
+        import torch
+
+        try:
+            with open(path, "wb") as file:
+                hashing = _HashingFile(file)
+                torch.save(state_dict, hashing)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            self.problem = self.problem or error
+        else:
+            self.files[Path(path).name] = {"bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
+
+
+class _HashingFile:
+    """A file that is only ever written forwards, and the hash of what was written."""
+
+    def __init__(self, file):
+        self._file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _fault(path: Path, entry: dict) -> list[str]:

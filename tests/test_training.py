@@ -471,6 +471,30 @@ def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
     assert "has 1,000 of" in said[-1]
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system with room for one checkpoint of the tiny model, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=14m", "none", str(folder)], capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_leaves_the_old_checkpoint_good(shards, small_disk):
+    """A checkpoint that finds the disk full ends all ranks with one sentence; the one before it is whole."""
+    run = command(shards, small_disk / "run", ranks=2, options=("--save_interval", "3"))
+    done = subprocess.run(run, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "No space left on device" in done.stderr
+    assert "could not be written" in done.stderr and "make room on the disk" in done.stderr
+    checkpoints = Checkpoints(small_disk / "run", {}, 0, 1, lambda value: [value], print)
+    assert checkpoints.newest_whole().state.step == 3
+
+
 def test_train_state_survives_json():
     """TrainState is plain JSON; a field that is missing or unknown is refused."""
     from dataclasses import asdict
