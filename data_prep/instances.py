@@ -8,7 +8,7 @@ Three deliberate differences from the script that was published with the paper:
 - the 10 % of short sequences are drawn per instance, not per document, so long documents have them too;
 - the random/actual coin is thrown first and is always fair: an actual next sentence is found even where one
   sentence fills the instance (it is followed by the next one) or ends the document (the one before it joins;
-  a document of one sentence is cut at a random token), so the label does not follow from the lengths;
+  a document of one sentence is cut at a random token). In the script one sentence is always "random";
 - a random next sentence never comes from the same document.
 """
 

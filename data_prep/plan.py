@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -76,6 +77,7 @@ class Plan:
         self.content = content
         self.fingerprint = hashlib.sha256(canonical_json(content).encode()).hexdigest()
         self.settings = _settings_from(content["settings"])
+        self.inputs = [InputFile(**file) for file in content["inputs"]]
         self.splits = [InputSplit(**split) for split in content["splits"]]
         self.buckets = {split: content["buckets"][split] for split in SPLITS}
 
@@ -227,7 +229,7 @@ def finished_shards(plan: Plan) -> dict | None:
     there = {name: manifest[name] for name in ("settings", "inputs", "tokenizer")}
     now = {
         "settings": plan.content["settings"],
-        "inputs": input_names(plan),
+        "inputs": input_names(plan.inputs),
         "tokenizer": plan.content["tokenizer"],
     }
     if there != now:
@@ -239,8 +241,7 @@ def finished_shards(plan: Plan) -> dict | None:
     return manifest
 
 
-def input_names(plan: Plan) -> list[dict]:
-    """Inputs as the manifest names them: without the machine's own folders, so that copies give equal bytes."""
-    files = [InputFile(**file) for file in plan.content["inputs"]]
+def input_names(files: Sequence[InputFile]) -> list[dict]:
+    """Inputs as results name them: without the machine's own folders, so that copies give equal bytes."""
     common = os.path.commonpath([os.path.dirname(file.path) for file in files])
     return [{"name": os.path.relpath(file.path, common), "bytes": file.size} for file in files]

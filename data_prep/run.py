@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from data_prep.errors import UserError, run_program
@@ -151,22 +152,30 @@ def _read_options(arguments: argparse.Namespace):
 
 def train(arguments: argparse.Namespace) -> None:
     """Train a tokenizer on a sample of the sentences."""
+    from data_prep.inputs import find_inputs
+    from data_prep.plan import input_names
     from data_prep.tokenizer import Tokenizer, train_tokenizer
     from data_prep.tokenizer_sample import sample_sentences
 
     started = time.monotonic()
+    options = _read_options(arguments)
+    files = find_inputs(arguments.input, options)
     description = {
         "model_type": "unigram",
         "vocab_size": arguments.vocab_size,
         "character_coverage": arguments.character_coverage,
         "normalization": "nmt_nfkc_cf" if arguments.lower_case else "nmt_nfkc",
         "eval_fraction": arguments.eval_fraction,
-        "language": arguments.language,
+        "read": asdict(options),
         "sample_bytes": int(arguments.sample_mb * 1e6),
+        "inputs": input_names(files),
     }
+    if _is_trained(arguments.output, description):
+        print(f"{arguments.output}: this tokenizer is trained; there is nothing to do")
+        return
     sentences = sample_sentences(
-        arguments.input,
-        _read_options(arguments),
+        files,
+        options,
         eval_fraction=arguments.eval_fraction,
         budget_bytes=description["sample_bytes"],
         split_bytes=max(1, int(arguments.split_mb * 1e6)),
@@ -182,6 +191,26 @@ def train(arguments: argparse.Namespace) -> None:
     print(
         f"next: python data_prep/run.py shards --input … --tokenizer {arguments.output} --output data/shards"
     )
+
+
+def _is_trained(folder: Path, description: dict) -> bool:
+    """Whether the folder holds the tokenizer that the description asks for.
+
+    Raises:
+        UserError: it holds another one.
+    """
+    from data_prep.plan import differences
+    from data_prep.tokenizer import DESCRIPTION_FILE, Tokenizer
+
+    if not (folder / DESCRIPTION_FILE).is_file():
+        return False
+    there = {name: value for name, value in Tokenizer(folder).description.items() if name != "model_sha256"}
+    if there != description:
+        raise UserError(
+            f"{folder}: it holds a tokenizer that was trained with other settings ({differences(there, description)}); "
+            "choose another --output or delete the folder"
+        )
+    return True
 
 
 def make_shards(arguments: argparse.Namespace) -> None:

@@ -65,7 +65,13 @@ def tokenize(plan: Plan, task: int) -> int:
         arrays, counts = _tokenize_split(plan, split)
         header = canonical_json({"fingerprint": plan.fingerprint, "counts": counts})
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        safetensors.numpy.save_file(arrays, temporary, metadata={"header": header})
+        try:
+            safetensors.numpy.save_file(arrays, temporary, metadata={"header": header})
+        except safetensors.SafetensorError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(
+                f"{path}: it could not be written ({error}); make room on the disk and run the same command again"
+            ) from error
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -315,7 +321,7 @@ def write_manifest(plan: Plan, groups: dict[str, list[tuple[int, int]]]) -> dict
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "settings": plan.content["settings"],
-        "inputs": input_names(plan),
+        "inputs": input_names(plan.inputs),
         "tokenizer": plan.content["tokenizer"],
         "versions": plan.content["versions"],
         "read": _add(_token_header(plan.token_file(task))["counts"] for task in range(len(plan.splits))),

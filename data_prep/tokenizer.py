@@ -1,5 +1,6 @@
 """Tokenizers: text to ids. SentencePiece behind one class, with BERT's special pieces at fixed ids."""
 
+import hashlib
 import heapq
 import io
 import json
@@ -19,6 +20,7 @@ DESCRIPTION_FILE = "tokenizer_description.json"
 SPECIAL_PIECES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # SentencePiece's vocabulary depends on the number of threads, so it is a constant and not a setting.
 TRAINER_THREADS = 16
+MAX_SENTENCE_BYTES = 1 << 16
 
 
 class Tokenizer:
@@ -59,6 +61,11 @@ class Tokenizer:
             raise UserError(f"{path}: this is not JSON ({error}); train the tokenizer again") from None
         if not isinstance(description, dict):
             raise UserError(f"{path}: expected a JSON object; train the tokenizer again")
+        model = self.folder / MODEL_FILE
+        if description.get("model_sha256", "") not in ("", file_sha256(model)):
+            raise UserError(
+                f"{model}: it is not the model that {path.name} describes; train the tokenizer again"
+            )
         return description
 
     def _special_id(self, name: str, piece: str) -> int:
@@ -196,7 +203,7 @@ def train_tokenizer(sentences: Iterator[str], folder: Path, description: dict) -
             eos_piece=SPECIAL_PIECES["sep"],
             control_symbols=[SPECIAL_PIECES["mask"]],
             unk_surface=SPECIAL_PIECES["unk"],
-            max_sentence_length=1 << 16,
+            max_sentence_length=MAX_SENTENCE_BYTES,
             input_sentence_size=0,
             shuffle_input_sentence=False,
             num_threads=TRAINER_THREADS,
@@ -205,10 +212,11 @@ def train_tokenizer(sentences: Iterator[str], folder: Path, description: dict) -
     except RuntimeError as error:
         raise UserError(_training_failure(str(error), description["vocab_size"])) from None
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        folder / DESCRIPTION_FILE, (json.dumps(description, indent=1, sort_keys=True) + "\n").encode()
-    )
     write_atomically(folder / MODEL_FILE, model.getvalue())
+    # Written last and with the model's hash: a kill in between leaves no tokenizer that passes for another.
+    description = description | {"model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
+    content = json.dumps(description, indent=1, sort_keys=True) + "\n"
+    write_atomically(folder / DESCRIPTION_FILE, content.encode())
 
 
 def _training_failure(message: str, vocab_size: int) -> str:

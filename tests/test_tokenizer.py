@@ -1,5 +1,6 @@
 """Tokenizers: the same bytes from the same text, fixed special ids, and a sample that no order changes."""
 
+import json
 import os
 import random
 import subprocess
@@ -12,11 +13,12 @@ from corpora import files, make_documents, marker, write_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import ReadOptions, document_hash
-from data_prep.errors import UserError
+from data_prep.documents import document_hash
+from data_prep.errors import UserError, run_program
+from data_prep.inputs import ReadOptions, find_inputs
 from data_prep.plan import held_out
 from data_prep.run import main
-from data_prep.tokenizer import BottomSample, Tokenizer, train_tokenizer
+from data_prep.tokenizer import MAX_SENTENCE_BYTES, BottomSample, Tokenizer, train_tokenizer
 from data_prep.tokenizer_sample import sample_sentences
 
 DESCRIPTION = {
@@ -145,8 +147,8 @@ def test_too_small_a_vocabulary_says_what_the_characters_need(tmp_path):
 
 
 def test_the_program_gives_the_same_bytes(tmp_path, repository):
-    """The tokenizer folder is byte-identical for any order of the documents and files, number of workers, size
-    of the tasks, OMP_NUM_THREADS and PYTHONHASHSEED."""
+    """The model is byte-identical for any order of the documents, cut into files, number of workers, size of the
+    tasks, OMP_NUM_THREADS and PYTHONHASHSEED; the description differs in the names of the files only."""
     documents = make_documents(200)
     write_corpus(tmp_path / "all.txt", documents)
     random.Random(1).shuffle(documents)
@@ -177,7 +179,10 @@ def test_the_program_gives_the_same_bytes(tmp_path, repository):
         )
         results.append(files(tmp_path / f"out{number}"))
     assert set(results[0]) == {"sentencepiece.model", "tokenizer_description.json"}
-    assert results[0] == results[1]
+    assert results[0]["sentencepiece.model"] == results[1]["sentencepiece.model"]
+    descriptions = [json.loads(result["tokenizer_description.json"]) for result in results]
+    assert [len(description.pop("inputs")) for description in descriptions] == [1, 2]
+    assert descriptions[0] == descriptions[1]
 
 
 # The sample
@@ -235,7 +240,12 @@ def test_held_out_documents_are_never_sampled(tmp_path):
     out = {n for n, document in enumerate(documents) if held_out(document_hash(document), 0.3)}
     assert 60 < len(out) < 120
     sample = sample_sentences(
-        [path], ReadOptions(), eval_fraction=0.3, budget_bytes=1 << 30, split_bytes=1000, workers=1
+        find_inputs([path], ReadOptions()),
+        ReadOptions(),
+        eval_fraction=0.3,
+        budget_bytes=1 << 30,
+        split_bytes=1000,
+        workers=1,
     )
     seen = {n for n in range(300) if any(marker(n) in sentence.lower() for sentence in sample)}
     assert seen == set(range(300)) - out
@@ -246,7 +256,12 @@ def test_sample_fits_the_budget_and_is_spread(tmp_path):
     """A small budget is kept and nearly used up, and what it takes comes from all over the corpus."""
     path = str(write_corpus(tmp_path / "corpus.txt", make_documents(300)))
     sample = sample_sentences(
-        [path], ReadOptions(), eval_fraction=0, budget_bytes=20_000, split_bytes=10_000, workers=1
+        find_inputs([path], ReadOptions()),
+        ReadOptions(),
+        eval_fraction=0,
+        budget_bytes=20_000,
+        split_bytes=10_000,
+        workers=1,
     )
     size = sum(len(sentence.encode()) for sentence in sample)
     assert 19_800 < size <= 20_000
@@ -274,3 +289,43 @@ def test_no_text_is_a_sentence(tmp_path, text):
     with pytest.raises(UserError, match=r"empty\.txt: no text to train on"):
         main(["tokenizer", "--input", str(tmp_path / "empty.txt"), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_training_again_changes_nothing(tmp_path, capsys):
+    """The same command says that there is nothing to do; other settings or other text are refused by name, and a
+    model that a kill left without its description is trained again."""
+    text = write_corpus(tmp_path / "corpus.txt", make_documents(60))
+    arguments = ["tokenizer", "--input", str(text), "--output", str(tmp_path / "out"), "--workers", "1"]
+    size = ["--vocab_size", "200"]
+    assert run_program(main, [*arguments, *size]) == 0
+    before = files(tmp_path / "out")
+    assert run_program(main, [*arguments, *size]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert run_program(main, [*arguments, "--vocab_size", "190"]) == 2
+    assert "vocab_size: 200 there, 190 now" in capsys.readouterr().err
+    write_corpus(text, make_documents(61))
+    assert run_program(main, [*arguments, *size]) == 2
+    assert "corpus.txt is not the same" in capsys.readouterr().err
+    write_corpus(text, make_documents(60))
+    (tmp_path / "out/tokenizer_description.json").unlink()
+    (tmp_path / "out/sentencepiece.model").write_bytes(b"half a mod")
+    assert run_program(main, [*arguments, *size]) == 0
+    assert files(tmp_path / "out") == before
+    (tmp_path / "out/sentencepiece.model").write_bytes(b"another model")
+    with pytest.raises(UserError, match="SentencePiece cannot read it"):
+        Tokenizer(tmp_path / "out")
+
+
+def test_a_sentence_beyond_sentencepieces_limit_is_not_lost(tmp_path):
+    """A sentence that SentencePiece's trainer would leave out silently is in the sample, cut to what it takes."""
+    text = tmp_path / "corpus.txt"
+    text.write_text("가나다라 " * 20_000 + "\n\nshort one\n", encoding="utf-8")
+    sample = sample_sentences(
+        find_inputs([str(text)], ReadOptions()),
+        ReadOptions(),
+        eval_fraction=0,
+        budget_bytes=1 << 20,
+        split_bytes=1 << 20,
+        workers=1,
+    )
+    assert sorted(len(sentence) for sentence in sample) == [9, MAX_SENTENCE_BYTES // 4]
