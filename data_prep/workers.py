@@ -54,7 +54,8 @@ def run_tasks(
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(workers, len(tasks)), context, initializer=_die_with_parent) as pool:
-            futures = [pool.submit(function, *task) for task in tasks]
+            with _workers_ignore_interrupts():
+                futures = [pool.submit(function, *task) for task in tasks]
             try:
                 for future in as_completed(futures):
                     result = future.result()
@@ -69,10 +70,21 @@ def run_tasks(
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _workers_ignore_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches the whole group; the parent alone answers it, once the tasks at work are done and kept.
+
+    Processes that start meanwhile inherit the ignored signal, so it cannot catch one during its imports.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _die_with_parent() -> None:
     """End a worker when its parent is gone: a killed command must not leave processes that go on writing."""
-    # Ctrl-C reaches the whole group; the parent alone answers it, once the tasks at work are done and kept.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

@@ -290,8 +290,9 @@ def test_another_tokenizer_is_refused(copy, finished):
     """A tokenizer that was trained on other text is not the one the ids belong to."""
     main(
         ["tokenizer", "--input", str(write_corpus(copy.parent / "other.txt", make_documents(100, seed=9)))]
-        + ["--output", str(copy / "tokenizer"), "--vocab_size", "200", "--workers", "1"]
+        + ["--output", str(copy.parent / "other"), "--vocab_size", "200", "--workers", "1"]
     )
+    shutil.copytree(copy.parent / "other", copy / "tokenizer", dirs_exist_ok=True)
     assert "not the tokenizer that the shards were made with" in refused(copy, ShardSet.open)
 
 
