@@ -2,7 +2,7 @@
 
 from setuptools import setup
 
-HUGGINGFACE = ["transformers>=5,<6", "tokenizers>=0.22,<1"]
+HUGGINGFACE = ["transformers>=5,<6"]
 
 setup(
     name="bert-at-scale",
@@ -16,6 +16,8 @@ setup(
         "deepspeed>=0.19.2,<0.20",  # the first with coalesce_grad_reduction
         "webdataset>=1.0,<2",
         "sentencepiece>=0.2.1,<0.3",
+        "tokenizers>=0.22,<1",
+        "protobuf>=7.36.1,<8",  # sentencepiece's reader of its own model files needs this one, and does not say so
         "sentencex>=1.0,<2",
         "mwparserfromhell>=0.7,<0.8",
         "numpy>=2,<3",

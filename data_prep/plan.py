@@ -25,13 +25,13 @@ from data_prep.shards import (
     MANIFEST,
     SPLITS,
     TOKENIZER_FOLDER,
+    WORK_FOLDER,
     ShardSet,
     canonical_json,
     write_atomically,
 )
 from data_prep.tokenizer import Tokenizer
 
-WORK_FOLDER = ".work"
 PLAN = "plan.json"
 # Everything whose version can change the bytes of a shard.
 LIBRARIES = ("numpy", "sentencepiece", "sentencex", "mwparserfromhell", "webdataset", "safetensors")

@@ -157,6 +157,11 @@ def train(arguments: argparse.Namespace) -> None:
     from data_prep.tokenizer import Tokenizer, train_tokenizer
     from data_prep.tokenizer_sample import sample_sentences
 
+    if not 0.98 <= arguments.character_coverage <= 1:
+        raise UserError(
+            f"--character_coverage {arguments.character_coverage}: SentencePiece takes 0.98 to 1; 0.9995 for Korean, "
+            "Chinese and Japanese, 1 for small alphabets"
+        )
     started = time.monotonic()
     options = _read_options(arguments)
     files = find_inputs(arguments.input, options)
@@ -170,6 +175,7 @@ def train(arguments: argparse.Namespace) -> None:
         "sample_bytes": int(arguments.sample_mb * 1e6),
         "inputs": input_names(files),
     }
+    _check_output(arguments.output)
     if _is_trained(arguments.output, description):
         print(f"{arguments.output}: this tokenizer is trained; there is nothing to do")
         return
@@ -191,6 +197,13 @@ def train(arguments: argparse.Namespace) -> None:
     print(
         f"next: python data_prep/run.py shards --input … --tokenizer {arguments.output} --output data/shards"
     )
+
+
+def _check_output(folder: Path) -> None:
+    """Find out before the work, not behind it, that a file stands where a folder should be."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"--output {folder}: {place} is a file; name a folder")
 
 
 def _is_trained(folder: Path, description: dict) -> bool:

@@ -27,6 +27,7 @@ BLOCK_INSTANCES = 512
 SPLITS = ("train", "eval")
 MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
+WORK_FOLDER = ".work"  # what an unfinished preparation keeps
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,12 @@ class ShardSet:
             )
         if not path.is_file():
             raise UserError(
-                f"{path}: a finished shard set has this file; run the `shards` command on {folder} again to finish it"
+                f"{path}: a finished shard set has this file; "
+                + (
+                    "run the same `shards` command again to finish it"
+                    if (folder / WORK_FOLDER).is_dir()
+                    else "give the --output folder of a `shards` command"
+                )
             )
         data = path.read_bytes()
         try:

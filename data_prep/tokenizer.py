@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids. SentencePiece behind one class, with BERT's special pieces at fixed ids."""
+"""Tokenizers: text to ids. SentencePiece and WordPiece behind one class; SentencePiece models are trained here."""
 
 import hashlib
 import heapq
@@ -13,6 +13,7 @@ import sentencepiece
 
 from data_prep.errors import UserError
 from data_prep.shards import file_sha256, write_atomically
+from data_prep.wordpiece import TOKENIZER_FILE, VOCABULARY_FILE, WordPieceBackend
 
 MODEL_FILE = "sentencepiece.model"
 DESCRIPTION_FILE = "tokenizer_description.json"
@@ -24,57 +25,22 @@ MAX_SENTENCE_BYTES = 1 << 16
 
 
 class Tokenizer:
-    """A trained tokenizer in its folder.
+    """A tokenizer in its folder: a SentencePiece model, or BERT's WordPiece in a Hugging Face folder.
 
     Attributes:
         folder: where it lies.
+        backend: what does the work.
         vocab_size: number of ids.
         special_ids: ids of "pad", "unk", "cls", "sep" and "mask".
-        description: settings it was trained with (empty for a model from elsewhere).
+        description: settings it was trained with (empty for a tokenizer from elsewhere).
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        model = self.folder / MODEL_FILE
-        if not model.is_file():
-            raise UserError(
-                f"{model}: there is no tokenizer here; train one with "
-                f"`python data_prep/run.py tokenizer --input TEXT --output {self.folder}`"
-            )
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        except (RuntimeError, OSError) as error:
-            raise UserError(
-                f"{model}: SentencePiece cannot read it ({error}); train the tokenizer again"
-            ) from None
-        self.vocab_size = self._processor.get_piece_size()
-        self.special_ids = {name: self._special_id(name, piece) for name, piece in SPECIAL_PIECES.items()}
-        self.description = self._read_description()
-
-    def _read_description(self) -> dict:
-        path = self.folder / DESCRIPTION_FILE
-        if not path.is_file():
-            return {}
-        try:
-            description = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: this is not JSON ({error}); train the tokenizer again") from None
-        if not isinstance(description, dict):
-            raise UserError(f"{path}: expected a JSON object; train the tokenizer again")
-        model = self.folder / MODEL_FILE
-        if description.get("model_sha256", "") not in ("", file_sha256(model)):
-            raise UserError(
-                f"{model}: it is not the model that {path.name} describes; train the tokenizer again"
-            )
-        return description
-
-    def _special_id(self, name: str, piece: str) -> int:
-        number = self._processor.piece_to_id(piece)
-        if number == self._processor.unk_id() and name != "unk":
-            raise UserError(
-                f"{self.folder / MODEL_FILE}: it has no piece {piece}; train a tokenizer with the `tokenizer` command"
-            )
-        return number
+        self.backend = _open_backend(self.folder)
+        self.vocab_size = self.backend.vocab_size
+        self.special_ids = self.backend.special_ids
+        self.description = self.backend.description
 
     @property
     def pad_id(self) -> int:
@@ -101,22 +67,104 @@ class Tokenizer:
         """Id of [MASK]."""
         return self.special_ids["mask"]
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give the same ids, whatever files they were read from."""
+        return self.backend.fingerprint
+
     def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each sentence, int32 arrays, without special pieces; many sentences a call are fastest."""
-        return self._processor.encode_as_numpy(list(sentences), num_threads=1)
+        """Ids of each sentence, int32 arrays, without special pieces; many sentences a call are fastest.
+
+        The text "[MASK]" and the like is text here and never becomes a special id.
+        """
+        return self.backend.encode(sentences)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The pieces of ids, `▁` before a word's first."""
-        return self._processor.id_to_piece([int(number) for number in ids])
+        """The pieces of ids: SentencePiece has `▁` before a word's first, WordPiece `##` before its others."""
+        return self.backend.pieces([int(number) for number in ids])
 
     def files(self) -> dict[str, str]:
         """File name → sha256 of all that makes the ids; a shard set keeps a copy and checks it."""
-        names = [MODEL_FILE] + ([DESCRIPTION_FILE] if self.description else [])
-        return {name: file_sha256(self.folder / name) for name in names}
+        return {name: file_sha256(self.folder / name) for name in self.backend.file_names}
 
     def describe(self) -> dict:
         """What shards say about their tokenizer: sizes, special ids, file hashes."""
         return {"vocab_size": self.vocab_size, "special_ids": self.special_ids, "files": self.files()}
+
+
+def _open_backend(folder: Path) -> "SentencePieceBackend | WordPieceBackend":
+    """The tokenizer in the folder. One that we exported has both kinds of files; its ids are the model's."""
+    if (folder / MODEL_FILE).is_file():
+        return SentencePieceBackend(folder)
+    if (folder / TOKENIZER_FILE).is_file() or (folder / VOCABULARY_FILE).is_file():
+        return WordPieceBackend(folder, SPECIAL_PIECES)
+    raise UserError(
+        f"{folder / MODEL_FILE}: there is no tokenizer here, nor a {TOKENIZER_FILE} or {VOCABULARY_FILE}; train one with "
+        f"`python data_prep/run.py tokenizer --input TEXT --output {folder}`"
+    )
+
+
+class SentencePieceBackend:
+    """A SentencePiece model with BERT's special pieces.
+
+    Attributes:
+        file_names: the files that make the ids.
+        description: settings it was trained with (empty for a model from elsewhere).
+    """
+
+    def __init__(self, folder: Path):
+        self._model = folder / MODEL_FILE
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(self._model))
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"{self._model}: SentencePiece cannot read it ({error}); train the tokenizer again"
+            ) from None
+        self.vocab_size = self._processor.get_piece_size()
+        self.special_ids = {name: self._special_id(name, piece) for name, piece in SPECIAL_PIECES.items()}
+        self.description = self._read_description(folder / DESCRIPTION_FILE)
+        self.file_names = [MODEL_FILE] + ([DESCRIPTION_FILE] if self.description else [])
+
+    @property
+    def model_bytes(self) -> bytes:
+        """The model file's content."""
+        return self._model.read_bytes()
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the model."""
+        return file_sha256(self._model)
+
+    def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each sentence, int32 arrays, without special pieces."""
+        return self._processor.encode_as_numpy(list(sentences), num_threads=1)
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The pieces of ids, `▁` before a word's first."""
+        return self._processor.id_to_piece(ids)
+
+    def _read_description(self, path: Path) -> dict:
+        if not path.is_file():
+            return {}
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: this is not JSON ({error}); train the tokenizer again") from None
+        if not isinstance(description, dict):
+            raise UserError(f"{path}: expected a JSON object; train the tokenizer again")
+        if description.get("model_sha256", "") not in ("", self.fingerprint):
+            raise UserError(
+                f"{self._model}: it is not the model that {path.name} describes; train the tokenizer again"
+            )
+        return description
+
+    def _special_id(self, name: str, piece: str) -> int:
+        number = self._processor.piece_to_id(piece)
+        if number == self._processor.unk_id() and name != "unk":
+            raise UserError(
+                f"{self._model}: it has no piece {piece}; train a tokenizer with the `tokenizer` command"
+            )
+        return number
 
 
 class BottomSample:
@@ -209,7 +257,7 @@ def train_tokenizer(sentences: Iterator[str], folder: Path, description: dict) -
             num_threads=TRAINER_THREADS,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise UserError(_training_failure(str(error), description["vocab_size"])) from None
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / MODEL_FILE, model.getvalue())

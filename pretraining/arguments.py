@@ -11,10 +11,13 @@ from data_prep.options import Help, positive_int, probability, whole_number
 if TYPE_CHECKING:  # imported where they are needed: --help takes no time
     from data_prep.shards import ShardSet
     from pretraining.config import Lowered
+    from pretraining.loading import StartingPoint
     from pretraining.model import BertConfig
     from pretraining.optimizer import ScheduleSettings
 
 PRESET_NAMES = ("tiny", "mini", "small", "medium", "base", "large")
+DEFAULT_MODEL = "base"
+DEFAULT_POSITIONS = 512
 
 
 def parse_arguments(argv: list[str] | None, description: str = "") -> argparse.Namespace:
@@ -33,9 +36,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     data = Path("data/shards")
     add("--data", type=Path, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
     sizes = "layers/hidden size 2/128, 4/256, 4/512, 8/512, 12/768, 24/1024"
-    add("--model", choices=PRESET_NAMES, default="base", help=sizes)
+    add("--model", choices=PRESET_NAMES, help=f"{sizes} (default: base)")
+    start = "start from the weights of a run, a checkpoint or a Hugging Face folder, whose size the model then has"
+    add("--init_from", type=Path, metavar="FOLDER", help=start)
     add("--seq_len", type=positive_int, help="longest instance in tokens (default: that of the shards)")
-    add("--max_position_embeddings", type=positive_int, default=512, help="positions that the model has")
+    positions = "positions that the model has (default: 512)"
+    add("--max_position_embeddings", type=positive_int, help=positions)
     add("--dropout", type=probability, default=0.1, help="dropout probability, in attention too")
     add("--no_next_sentence", action="store_true", help="train the masked LM alone")
     masking = "draw masks anew in each epoch, or use the stored ones"
@@ -75,6 +81,7 @@ class Preparation:
     seq_len: int
     max_steps: int
     notes: list[str]
+    start: "StartingPoint | None" = None
 
     def describe(self, world_size: int) -> list[str]:
         """What the run will be, in lines for the user."""
@@ -92,8 +99,9 @@ class Preparation:
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
-    """The one rule: --output, else runs/MODEL-NAME_OF_THE_JSON."""
-    return arguments.output or Path("runs") / f"{arguments.model}-{arguments.deepspeed_config.stem}"
+    """The one rule: --output, else runs/MODEL-NAME_OF_THE_JSON; MODEL may be a folder's name."""
+    model = arguments.init_from.resolve().name if arguments.init_from else arguments.model or DEFAULT_MODEL
+    return arguments.output or Path("runs") / f"{model}-{arguments.deepspeed_config.stem}"
 
 
 def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
@@ -105,21 +113,12 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     from data_prep.shards import ShardSet
     from pretraining.config import lower, read_deepspeed_json
     from pretraining.distributed import machine_capabilities
-    from pretraining.model import BertConfig
     from pretraining.optimizer import schedule_for
 
     settings = read_deepspeed_json(arguments.deepspeed_config)
     shard_set = ShardSet.open(arguments.data)
-    seq_len = _check_lengths(arguments, shard_set)
-    next_sentence = not arguments.no_next_sentence
-    config = BertConfig.preset(
-        arguments.model,
-        shard_set.manifest["tokenizer"]["vocab_size"],
-        max_position_embeddings=arguments.max_position_embeddings,
-        hidden_dropout_prob=arguments.dropout,
-        attention_probs_dropout_prob=arguments.dropout,
-        next_sentence=next_sentence,
-    )
+    config, start = _choose_model(arguments, shard_set)
+    seq_len = _check_lengths(arguments, shard_set, config)
     device, capabilities = machine_capabilities()
     lowered = lower(settings, world_size=world_size, device=device, capabilities=capabilities)
     _check_batch(lowered.train_batch_size, shard_set, arguments)
@@ -129,13 +128,59 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
         raise UserError(
             f"{arguments.deepspeed_config}: its scheduler has no total_num_steps; give --max_steps"
         )
-    notes = [*settings.notes, *lowered.replacements, *([note] if note else [])]
+    notes = [
+        *settings.notes,
+        *lowered.replacements,
+        *([note] if note else []),
+        *(start.notes if start else ()),
+    ]
     return Preparation(
-        arguments, run_folder(arguments), shard_set, config, lowered, schedule, seq_len, max_steps, notes
+        arguments,
+        run_folder(arguments),
+        shard_set,
+        config,
+        lowered,
+        schedule,
+        seq_len,
+        max_steps,
+        notes,
+        start,
     )
 
 
-def _check_lengths(arguments: argparse.Namespace, shard_set) -> int:
+def _choose_model(arguments: argparse.Namespace, shard_set) -> "tuple[BertConfig, StartingPoint | None]":
+    """The configuration from the options, or with --init_from that of the folder and its weights too."""
+    from pretraining.model import BertConfig
+
+    next_sentence = not arguments.no_next_sentence
+    if not arguments.init_from:
+        config = BertConfig.preset(
+            arguments.model or DEFAULT_MODEL,
+            shard_set.manifest["tokenizer"]["vocab_size"],
+            max_position_embeddings=arguments.max_position_embeddings or DEFAULT_POSITIONS,
+            hidden_dropout_prob=arguments.dropout,
+            attention_probs_dropout_prob=arguments.dropout,
+            next_sentence=next_sentence,
+        )
+        return config, None
+    for option in ("model", "max_position_embeddings"):
+        if value := getattr(arguments, option):
+            raise UserError(
+                f"--{option} {value}: with --init_from the folder decides this; leave --{option} out"
+            )
+    from pretraining.loading import starting_point
+
+    start = starting_point(
+        arguments.init_from,
+        shard_set,
+        run_folder(arguments),
+        dropout=arguments.dropout,
+        next_sentence=next_sentence,
+    )
+    return start.config, start
+
+
+def _check_lengths(arguments: argparse.Namespace, shard_set, config: "BertConfig") -> int:
     made = shard_set.settings["instances"]["seq_len"]
     seq_len = arguments.seq_len or made
     if seq_len != made:
@@ -143,10 +188,10 @@ def _check_lengths(arguments: argparse.Namespace, shard_set) -> int:
             f"--seq_len {seq_len}: the shards in {arguments.data} hold instances of up to {made} tokens; "
             f"make shards with --seq_len {seq_len}, or leave the option out"
         )
-    if seq_len > arguments.max_position_embeddings:
+    if seq_len > config.max_position_embeddings:
+        longer = "" if arguments.init_from else f"give --max_position_embeddings {seq_len} or "
         raise UserError(
-            f"--seq_len {seq_len}: the model has {arguments.max_position_embeddings} positions; "
-            f"give --max_position_embeddings {seq_len} or shorter shards"
+            f"--seq_len {seq_len}: the model has {config.max_position_embeddings} positions; {longer}make shorter shards"
         )
     return seq_len
 
@@ -155,7 +200,7 @@ def _check_batch(train_batch_size: int, shard_set, arguments: argparse.Namespace
     instances = int(shard_set.block_offsets("train")[-1])
     if train_batch_size > instances:
         raise UserError(
-            f"train_batch_size {train_batch_size:,} is more than the {instances:,} training instances in {arguments.data}; "
+            f"{arguments.deepspeed_config}: train_batch_size {train_batch_size:,} is more than the {instances:,} training instances in {arguments.data}; "
             "make more shards (--duplicates) or lower it"
         )
 
@@ -169,5 +214,8 @@ def identity(preparation: Preparation) -> dict:
         "masking": preparation.arguments.masking,
         "train_batch_size": preparation.lowered.train_batch_size,
         "precision": preparation.lowered.precision,
-        "optimizer": "AdamW",
+        "optimizer": preparation.lowered.optimizer.model_dump(),
+        "schedule": {"type": type(preparation.schedule).__name__} | preparation.schedule.model_dump(),
+        "gradient_clipping": preparation.lowered.gradient_clipping,
+        "init_from": preparation.start.sha256 if preparation.start else None,
     }

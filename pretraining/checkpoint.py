@@ -4,6 +4,7 @@ A checkpoint is written to a folder with a temporary name, hashed into its own m
 does `latest` move. DeepSpeed's own files are inside, in its own layout.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from data_prep.errors import UserError
+from data_prep.plan import differences
 from data_prep.shards import file_sha256, sync, write_atomically
 
 FOLDER = "checkpoints"
@@ -143,12 +145,15 @@ class Checkpoints:
 
     def _agree(self, problem: Exception | None, value: object) -> list:
         """Wait for all ranks and return their values; if one has a problem, all of them end with it."""
-        answers = self._gather((str(problem) if problem else None, value))
-        problems = [text for text, _ in answers if text]
+        full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
+        answers = self._gather(((str(problem), full) if problem else None, value))
+        problems = [answer for answer, _ in answers if answer]
         if problems:
+            text, full = problems[0]
+            remedy = "make room on the disk" if full else "mend that"
             raise UserError(
-                f"{self.folder}: a checkpoint could not be written ({problems[0]}); make room on the disk and run the "
-                "same command again: it goes on from the last checkpoint"
+                f"{self.folder}: a checkpoint could not be written ({text}); {remedy} and run the same command again: "
+                "it goes on from the last checkpoint"
             )
         return [value for _, value in answers]
 
@@ -208,9 +213,9 @@ class Checkpoints:
         """Manifest of a checkpoint and what is wrong with its files; the ranks share the hashing."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            entries = sorted(manifest["files"].items())
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            manifest, entries, faults = {}, [], [f"{MANIFEST} cannot be read ({error})"]
+            entries = _checked_entries(manifest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+            manifest, entries, faults = {}, [], [f"{MANIFEST} is not one of ours ({error!r})"]
         else:
             faults = []
         for name, entry in entries[self.rank :: self.world_size]:
@@ -224,16 +229,11 @@ class Checkpoints:
             UserError: naming each setting, its old and its new value.
         """
         old = checkpoint.manifest["identity"] | {"world_size": checkpoint.manifest["world_size"]}
-        new = self.identity | {"world_size": self.world_size}
-        changed = [
-            f"{name} is {new.get(name)!r} and was {old.get(name)!r}"
-            for name in sorted(old.keys() | new.keys())
-            if old.get(name) != new.get(name)
-        ]
-        if changed:
+        new = json.loads(json.dumps(self.identity)) | {"world_size": self.world_size}
+        if old != new:
             raise UserError(
-                f"{checkpoint.path}: the run was made with other settings ({'; '.join(changed)}); give the old ones again, or "
-                "start a new run with another --output"
+                f"{checkpoint.path}: the run was made with other settings ({differences(old, new)}); give the old ones "
+                "again, or start a new run with another --output"
             )
 
 
@@ -289,6 +289,19 @@ class _HashingFile:
         self._file.flush()
 
 
+def _checked_entries(manifest: dict) -> list[tuple[str, dict]]:
+    """The files of a manifest with sizes and hashes; raises whatever is wrong with it."""
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format version {manifest['format_version']}, this program reads {FORMAT_VERSION}")
+    TrainState.from_dict(manifest["train_state"])
+    entries = sorted((name, dict(entry)) for name, entry in manifest["files"].items())
+    if not entries or not all({"bytes", "sha256"} <= entry.keys() for _, entry in entries):
+        raise ValueError("it does not say which files belong to it")
+    if not isinstance(manifest["identity"], dict) or not isinstance(manifest["world_size"], int):
+        raise ValueError("it does not say what run it belongs to")
+    return entries
+
+
 def _fault(path: Path, entry: dict) -> list[str]:
     if not path.is_file():
         return [f"{path.name} is missing"]
@@ -296,6 +309,19 @@ def _fault(path: Path, entry: dict) -> list[str]:
     if size != entry["bytes"]:
         return [f"{path.name} has {size:,} of {entry['bytes']:,} bytes"]
     return [] if file_sha256(path) == entry["sha256"] else [f"{path.name} was changed (its sha256 differs)"]
+
+
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, for one process.
+
+    Raises:
+        UserError: a byte of it is not as it was written.
+    """
+    alone = Checkpoints(path.parent.parent, {}, 0, 1, lambda value: [value], print)
+    manifest, faults = alone._inspect(path)
+    if faults:
+        raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
+    return Checkpoint(path, manifest)
 
 
 def load(engine, checkpoint: Checkpoint) -> None:

@@ -157,7 +157,7 @@ class Lowered:
 def read_deepspeed_json(path: str | Path) -> DeepSpeedSettings:
     """Read and check a DeepSpeed JSON. Raises one UserError with a sentence for each error that it has."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
     errors = Errors(str(path), REFUSED)

@@ -40,10 +40,23 @@ _TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
+# Parts that a model may lack: our names and theirs.
+HEADS = {
+    "masked_lm_head": "cls.predictions",
+    "bert.pooler": "bert.pooler",
+    "next_sentence_head": "cls.seq_relationship",
+}
 # A buffer of old transformers versions: 0, 1, 2, …
 _IGNORED = ("bert.embeddings.position_ids",)
 
 _ARCHITECTURES = {"BertForPreTraining": True, "BertForMaskedLM": False}  # → next_sentence
+# Their class for each choice of heads (masked LM, next sentence).
+_CLASS_OF_HEADS = {
+    (True, True): "BertForPreTraining",
+    (True, False): "BertForMaskedLM",
+    (False, True): "BertForNextSentencePrediction",
+    (False, False): "BertModel",
+}
 _SAME_KEYS = [name for name in BertConfig.__dataclass_fields__ if name != "next_sentence"]
 # What transformers assumes, and the only thing that this model can be.
 _FIXED = {
@@ -56,12 +69,16 @@ _FIXED = {
 
 
 def to_huggingface(state_dict: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Our state dict of BertForPreTraining → Hugging Face's, of the class config_to_huggingface names.
+    """Our state dict of BertForPreTraining → Hugging Face's, of the class class_of names.
 
-    Tensors are copies that share no memory, and tied weights appear once, as safetensors wants both.
+    Heads that the state dict lacks are left out. Tensors are copies that share no memory, and tied weights
+    appear once, as safetensors wants both.
     """
     weights = {}
+    absent = absent_heads(state_dict)
     for ours, theirs in _tensor_names(config):
+        if ours.startswith(absent):
+            continue
         tensor = state_dict[ours]
         if ours in _VOCABULARY:
             tensor = tensor[: config.vocab_size]
@@ -72,16 +89,19 @@ def to_huggingface(state_dict: Mapping[str, Tensor], config: BertConfig) -> dict
 
 
 def from_huggingface(state_dict: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Hugging Face's state dict of BertForPreTraining or BertForMaskedLM → ours, dtypes as they are.
+    """Hugging Face's state dict of BertForPreTraining → ours, dtypes as they are.
 
-    Raises UserError where weights are missing, are not known, have another shape than `config` says, or where
-    a decoder is not tied to the embeddings. Names of the first release (LayerNorm.gamma and .beta) are read too.
+    Heads that it lacks altogether are absent from the result. Raises UserError where other weights are missing,
+    are not known, have another shape than `config` says, or where a decoder is not tied to the embeddings.
+    Names of the first release (LayerNorm.gamma and .beta) are read too.
     """
     given = {_modern_name(name): tensor for name, tensor in state_dict.items() if name not in _IGNORED}
     for tied, original in _TIED.items():
-        if tied in given and not torch.equal(given.pop(tied), given.get(original, torch.empty(0))):
+        # A file may name tied weights by either name, or by both.
+        if tied in given and not torch.equal(tensor := given.pop(tied), given.setdefault(original, tensor)):
             raise UserError(f"{tied} differs from {original}: only models with tied weights can be read")
-    names = list(_tensor_names(config))
+    absent = tuple(ours for ours, theirs in HEADS.items() if not _has_part(given, theirs))
+    names = [(ours, theirs) for ours, theirs in _tensor_names(config) if not ours.startswith(absent)]
     _check_names(given, [name for _, theirs in names for name in theirs])
 
     weights = {}
@@ -99,10 +119,48 @@ def from_huggingface(state_dict: Mapping[str, Tensor], config: BertConfig) -> di
     return weights
 
 
+def standard_layout(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The state dict of any of their BERT classes → that of their BertForPreTraining, and what was left out.
+
+    An encoder of its own has no prefix "bert."; heads for other tasks are left out, by name.
+    """
+    bare = not _has_part(state_dict, "bert")
+    encoder = ("embeddings.", "encoder.", "pooler.")
+    named = {
+        f"bert.{name}" if bare and name.startswith(encoder) else name: tensor
+        for name, tensor in state_dict.items()
+    }
+    kept = {name: tensor for name, tensor in named.items() if name.startswith(("bert.", "cls."))}
+    return kept, sorted(named.keys() - kept.keys())
+
+
+def absent_heads(state_dict: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The prefixes of our names of those heads that our state dict lacks."""
+    return tuple(ours for ours in HEADS if not _has_part(state_dict, ours))
+
+
+def class_of(state_dict: Mapping[str, Tensor]) -> str:
+    """The class of theirs that has the heads of our state dict."""
+    absent = absent_heads(state_dict)
+    return _CLASS_OF_HEADS["masked_lm_head" not in absent, "next_sentence_head" not in absent]
+
+
 def config_to_huggingface(config: BertConfig) -> dict[str, Any]:
     """The content of config.json, but for what the tokenizer and the file decide (pad_token_id, dtype)."""
     architecture = next(name for name, has_head in _ARCHITECTURES.items() if has_head == config.next_sentence)
     return {"architectures": [architecture], **_FIXED, **{name: getattr(config, name) for name in _SAME_KEYS}}
+
+
+def config_for_weights(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BertConfig:
+    """The content of a config.json of any of their BERT classes → the BertConfig of weights in standard layout.
+
+    Which heads there are is read off the weights. Raises UserError naming the key that does not fit.
+    """
+    classes = values.get("architectures") or []
+    if any(not str(name).startswith("Bert") for name in classes):
+        raise UserError(f"config.json: architectures is {classes!r}; a BERT model is needed")
+    architecture = "BertForPreTraining" if _has_part(weights, "bert.pooler") else "BertForMaskedLM"
+    return config_from_huggingface({**values, "architectures": [architecture]})
 
 
 def config_from_huggingface(values: Mapping[str, Any]) -> BertConfig:
@@ -137,6 +195,10 @@ def _tensor_names(config: BertConfig) -> Iterator[tuple[str, list[str]]]:
     for ours, theirs in modules.items():
         for kind in ("weight", "bias"):
             yield f"{ours}.{kind}", [f"{name}.{kind}" for name in theirs]
+
+
+def _has_part(state_dict: Mapping[str, Tensor], part: str) -> bool:
+    return any(name.startswith(f"{part}.") for name in state_dict)
 
 
 def _modern_name(name: str) -> str:

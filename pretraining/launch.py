@@ -1,10 +1,11 @@
 """Start the ranks, build or load everything, train, and leave a status behind."""
 
 import json
+import shutil
 import subprocess
 import time
 import traceback
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 
 from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
-from data_prep.shards import write_atomically
+from data_prep.shards import TOKENIZER_FOLDER, ShardSet, file_sha256, sync, write_atomically
+from data_prep.workers import work_lock
 from pretraining import distributed
 from pretraining.arguments import Preparation, identity
 from pretraining.checkpoint import Checkpoints, TrainState, load
@@ -38,13 +40,16 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
     """
     world = distributed.start()
     folder = preparation.run_folder
-    trainer = None
+    trainer, is_ours = None, False
 
     def leave_status(state: str, reason: str) -> None:
-        if world.rank == 0 and folder.is_dir():
+        if world.rank == 0 and is_ours:
             write_status(folder, state, reason, trainer.state.step if trainer else 0)
 
+    lock = ExitStack()
     try:
+        _take_folder(folder, world, lock)
+        is_ours = True
         trainer, batches = _build(preparation, world, stop, started)
         leave_status("running", "")
         with closing(batches):
@@ -67,8 +72,25 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         leave_status("failed", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
+    except KeyboardInterrupt:
+        leave_status("failed", "interrupted twice; what came after the last checkpoint is lost")
+        raise
     finally:
+        lock.close()
         distributed.shutdown()
+
+
+def _take_folder(folder: Path, world: World, lock: ExitStack) -> None:
+    """Lock the run folder for this run, or end on all ranks if another run is at work in it."""
+    problem = None
+    if world.rank == 0:
+        try:
+            lock.enter_context(work_lock(folder, shared=False))
+        except UserError as error:
+            problem = str(error)
+    problem = gather_objects(problem)[0]
+    if problem:
+        raise UserError(problem)
 
 
 def _build(preparation: Preparation, world: World, stop: StopFlag, started: float):
@@ -84,6 +106,11 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
             )
         checkpoints.check_identity(checkpoint)
         state = checkpoint.state
+        if state.step > preparation.max_steps:
+            raise UserError(
+                f"--max_steps {preparation.max_steps:,}: the run is at step {state.step:,} already; give more, or "
+                "another --output"
+            )
     else:
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
@@ -93,6 +120,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _write_settings(preparation, world, optimizer_name)
+        _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
         recorder = Recorder(folder, state.step)
         progress = ProgressLine(preparation.max_steps, state.step)
         _say_start(preparation, world, state, optimizer_name, started)
@@ -111,6 +139,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         train_batch_size=lowered.train_batch_size,
         micro_batch_size=lowered.micro_batch_size,
         max_micro_steps=lowered.max_micro_steps,
+        precision=lowered.precision,
         schedule=preparation.schedule,
         max_steps=preparation.max_steps,
         log_interval=arguments.log_interval,
@@ -143,6 +172,9 @@ def _make_engine(preparation: Preparation, world: World):
     lowered = preparation.lowered
     torch.manual_seed(key(preparation.arguments.seed, Stream.INITIALISATION))
     model = BertForPreTraining(preparation.config)
+    if preparation.start and preparation.start.weights:
+        model.load_state_dict(preparation.start.weights, strict=False)
+        preparation.start.weights.clear()  # they would stay in memory for the whole run
     choice = choose_adamw(lowered.optimizer_device)
     groups = parameter_groups(model, lowered.optimizer.weight_decay)
     engine, *_ = import_deepspeed().initialize(
@@ -167,7 +199,9 @@ def _write_settings(preparation: Preparation, world: World, optimizer_name: str)
         "deepspeed": preparation.lowered.engine_config,
         "train_batch_size": preparation.lowered.train_batch_size,
         "precision": preparation.lowered.precision,
-        "optimizer": optimizer_name,
+        "optimizer": {"kernel": optimizer_name} | preparation.lowered.optimizer.model_dump(),
+        "schedule": preparation.schedule.model_dump(),
+        "written_in": json.loads(preparation.arguments.deepspeed_config.read_text(encoding="utf-8-sig")),
         "notes": preparation.notes,
         "world_size": world.world_size,
         "device": str(world.device),
@@ -177,6 +211,21 @@ def _write_settings(preparation: Preparation, world: World, optimizer_name: str)
     write_atomically(
         preparation.run_folder / "settings.json", (json.dumps(content, indent=1) + "\n").encode()
     )
+
+
+def _keep_tokenizer(shard_set: ShardSet, folder: Path) -> None:
+    """Copy the shards' tokenizer into the run folder: its checkpoints can then be used without the shards."""
+    files = shard_set.manifest["tokenizer"]["files"]
+    if folder.is_dir() and {path.name: file_sha256(path) for path in folder.iterdir()} == files:
+        return
+    partial = folder.with_name(f".{folder.name}.partial")
+    for leftover in (partial, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    for name in files:
+        write_atomically(partial / name, (shard_set.tokenizer_folder / name).read_bytes())
+    partial.rename(folder)
+    sync(folder.parent)
 
 
 def _commit() -> str | None:

@@ -67,14 +67,21 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop the lines beyond `step`, and half a line that a kill left."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step and line.endswith("\n"):
-                kept.append(line)
-        except ValueError:
-            continue
-    write_atomically(path, "".join(kept).encode())
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    damaged = sum(_step_of(line) == math.inf for line in lines[:-1])  # a kill may cut the last one
+    if damaged:
+        print(f"{path}: {damaged} damaged lines were left out; the run itself is not touched by that")
+    write_atomically(path, b"".join(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of metrics.jsonl, infinity if it is not a whole one."""
+    try:
+        step = json.loads(line)["step"]
+        return step if line.endswith(b"\n") and isinstance(step, int) else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 class ProgressLine:

@@ -4,13 +4,13 @@ import signal
 from pathlib import Path
 
 STOP_FILE = "STOP"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopFlag:
-    """Raised by SIGTERM, SIGUSR1, or a file named STOP in the run folder; the ranks agree on it between steps.
+    """Raised by SIGTERM, SIGUSR1, Ctrl-C, or a file named STOP in the run folder; the ranks agree on it between steps.
 
-    Made before anything slow is imported, so that a signal during start-up is not lost.
+    A second Ctrl-C ends the process at once, without a checkpoint. Made before anything slow is imported, so that a signal during start-up is not lost.
     """
 
     def __init__(self, run_folder: Path):
@@ -20,6 +20,8 @@ class StopFlag:
             signal.signal(number, self._catch)
 
     def _catch(self, number: int, _frame) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name
 
     def raised(self) -> bool:

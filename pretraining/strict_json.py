@@ -56,6 +56,9 @@ def parse(text: str, errors: Errors) -> dict[str, Any]:
         errors.add(f"{name} is not a JSON number; write a finite one")
         return 0.0
 
+    if not text.strip():
+        errors.add("the file is empty")
+        return {}
     decoder = json.JSONDecoder(parse_constant=refuse_constant)
     decoder.parse_object = parse_object
     decoder.scan_once = json.scanner.py_make_scanner(decoder)  # the C scanner ignores parse_object
@@ -67,6 +70,9 @@ def parse(text: str, errors: Errors) -> dict[str, Any]:
             errors.add(f"a comma without a successor at {place(len(before) - 1)}; delete it")
         else:
             errors.add(f"not valid JSON at {place(error.pos)}: {error.msg}")
+        return {}
+    except RecursionError:
+        errors.add("it is nested too deeply for a configuration")
         return {}
     if not isinstance(document, dict):
         errors.add('expected an object like {"train_batch_size": 256, …} at the top level')
@@ -93,15 +99,26 @@ def check(schema: type[BaseModel], section: Any, name: str, errors: Errors) -> A
     for key in section.keys() & refused.keys():
         if not _is_off(section[key]):
             errors.add(f'"{prefix}{key}" is not supported: {refused[key]}')
+    given = {key: value for key, value in section.items() if key not in refused and value != "auto"}
     try:
-        return schema(
-            **{key: value for key, value in section.items() if key not in refused and value != "auto"}
-        )
+        model = schema(**given)
     except ValidationError as error:
         for fault in error.errors():
             if not (fault["type"] == "missing" and section.get(fault["loc"][0]) == "auto"):
                 errors.add(_sentence(fault, prefix, schema, refused))
         return None
+    for key, value in given.items():
+        if _is_coerced(value, getattr(model, key, value)):
+            errors.add(
+                f'"{prefix}{key}" is {json.dumps(value)}; write it without quotation marks, as JSON has it'
+            )
+    return model
+
+
+def _is_coerced(written: Any, read: Any) -> bool:
+    """DeepSpeed's own schemas take "2" for 2 and "no" for a truth value, and what is checked here is what is written."""
+    texts = isinstance(written, str) and not isinstance(read, str)
+    return texts or isinstance(written, bool) != isinstance(read, bool) and not isinstance(written, dict)
 
 
 def _is_off(value: Any) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from data_prep.counter_rng import Stream, key
+from data_prep.errors import UserError
 from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import StepShare, evaluation_batches
 from pretraining.distributed import World, all_sum, gradient_accumulation
@@ -72,6 +73,7 @@ class RunSettings:
     train_batch_size: int
     micro_batch_size: int
     max_micro_steps: int
+    precision: str
     schedule: ScheduleSettings
     max_steps: int
     log_interval: int
@@ -118,6 +120,8 @@ class Trainer:
         self.progress = progress
         self.stop = stop
         self._saved_step = state.step
+        self._last_sums: Sums | None = None
+        self._last_skipped = False
         self._logged_at = time.monotonic()
         self._tokens_since = 0
         self._wait_since = 0.0
@@ -156,6 +160,7 @@ class Trainer:
         self.state.tokens += int(tokens)
         self._tokens_since += int(tokens)
         self._wait_since += share.wait_seconds
+        self._last_sums, self._last_skipped = sums, self.engine.skipped_steps > skipped_before
         if self.state.step == self.settings.max_steps or _is_due(self.state.step, self.settings.log_interval):
             self._log(sums, rate, share, int(tokens))
         elif self.progress:
@@ -183,7 +188,7 @@ class Trainer:
         return sums
 
     def _log(self, sums: Sums, rate: float, share: StepShare, tokens: int) -> None:
-        means = sums.reduce(self.engine.module.next_sentence_head is not None)
+        means = self._finite(sums.reduce(self.engine.module.next_sentence_head is not None))
         now = time.monotonic()
         seconds, self._logged_at = now - self._logged_at, now
         tokens_per_second = self._tokens_since / seconds
@@ -207,6 +212,20 @@ class Trainer:
             self.progress.update(
                 self.state.step, 0.0, loss=means["loss"], tokens_per_second=tokens_per_second
             )
+
+    def _finite(self, means: dict[str, float]) -> dict[str, float]:
+        """Pass on the means of the last step, or end the run if it has diverged; the same on every rank.
+
+        In fp16 the forward pass may overflow on a step that the loss scaler then skips.
+        """
+        if not math.isfinite(means["loss"]) and not (
+            self.settings.precision == "fp16" and self._last_skipped
+        ):
+            raise UserError(
+                f"step {self.state.step:,}: the loss is {means['loss']}: the run has diverged; nothing was saved since "
+                f"step {self._saved_step:,}; lower the learning rate or lengthen the warm-up, with another --output"
+            )
+        return means
 
     def evaluate(self) -> dict[str, float] | None:
         """Loss and accuracies on the held-out shards with their stored masks; None if there are none."""
@@ -237,6 +256,7 @@ class Trainer:
         if self.state.step == self._saved_step:
             return
         started = time.monotonic()
+        self._finite(self._last_sums.reduce(self.engine.module.next_sentence_head is not None))
         if self.recorder:
             self.recorder.flush()
         path = self.checkpoints.save(self.engine, self.state)

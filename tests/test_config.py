@@ -151,7 +151,8 @@ def test_all_errors_come_at_once(errors_of):
         ('{"a" 1}', "not valid JSON at line 1, column 6"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ("[1]", "expected an object"),
-        ("", "not valid JSON at line 1, column 1"),
+        ("", "the file is empty"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_not_json_is_found_by_line_and_column(errors_of, text, message):
@@ -348,3 +349,32 @@ def test_reading_the_module_costs_neither_torch_nor_deepspeed():
     """--help stays fast: importing config loads neither."""
     code = "import pretraining.config, sys; sys.exit(bool({'torch', 'deepspeed'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("zero_optimization", "stage", "3"),
+        ("zero_optimization", "stage", "2"),
+        ("zero_optimization", "stage", True),
+        ("zero_optimization", "overlap_comm", "no"),
+        ("fp16", "enabled", "no"),
+        ("fp16", "enabled", 1),
+        ("fp16", "loss_scale_window", "1000"),
+    ],
+)
+def test_what_deepspeed_would_coerce_is_refused(tmp_path, repository, section, key, value):
+    """A text for a number, or anything but true and false for a truth value, is an error with its key."""
+    document = json.loads((repository / "ds_configs/zero2.json").read_text())
+    document[section][key] = value
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=f'"{section}.{key}" is {json.dumps(value)}'):
+        read_deepspeed_json(path)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path, repository):
+    """A JSON that an editor saved with a byte order mark is read."""
+    path = tmp_path / "x.json"
+    path.write_text((repository / "ds_configs/zero2.json").read_text(), encoding="utf-8-sig")
+    assert read_deepspeed_json(path).train_batch_size == 256

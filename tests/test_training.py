@@ -18,12 +18,16 @@ from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
 from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet
+from data_prep.workers import work_lock
+from pretraining.arguments import identity, parse_arguments, prepare
 from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import TrainingBatches, evaluation_batches
+from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
 from pretraining.optimizer import learning_rate, parameter_groups
 from pretraining.order import Order
-from pretraining.run import main, parse_arguments, prepare
+from pretraining.run import main
+from pretraining.stop import STOP_SIGNALS, StopFlag
 
 BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 GOLDEN = Path(__file__).parent / "golden" / "tiny_losses.json"
@@ -427,22 +431,60 @@ def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
         prepare(parse_arguments([*start, str(shards)]), world_size=14)
 
 
-def test_other_settings_are_refused(shards, one_rank, capsys, tmp_path):
-    """A run folder goes on only with the settings that it was made with; the changed one is named."""
+def test_other_settings_are_refused(shards, one_rank, tmp_path):
+    """A run folder goes on only with the settings that it was made with; the changed one is named, old and new."""
     done = subprocess.run(
         command(shards, one_rank, options=("--dropout", "0", "--seed", "5")),
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "seed is 5 and was 0" in done.stderr
-    done = subprocess.run(
-        command(shards, one_rank, ranks=2, options=("--dropout", "0")),
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0 and "world_size is 2 and was 1" in done.stderr
+    assert done.returncode == 2 and "seed: 0 there, 5 now" in done.stderr
+
+    def refusal(*options: str, world_size: int = 1, **changes) -> str | None:
+        config = str(deepspeed_json(tmp_path, **changes))
+        arguments = [
+            "--deepspeed_config",
+            config,
+            "--data",
+            str(shards),
+            "--model",
+            "tiny",
+            "--dropout",
+            "0",
+            *options,
+        ]
+        preparation = prepare(parse_arguments(arguments), world_size)
+        checkpoints = Checkpoints(
+            one_rank, identity(preparation), 0, world_size, lambda value: [value], print
+        )
+        try:
+            checkpoints.check_identity(checkpoints.newest_whole())
+        except UserError as error:
+            return str(error)
+        return None
+
+    assert refusal() is None and refusal("--log_interval", "3", "--keep", "1") is None
+    assert refusal(train_micro_batch_size_per_gpu=13) is None
+    adamw = {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    for words, options, changes in (
+        ("world_size: 1 there, 2 now", (), {"world_size": 2}),
+        ("model.hidden_dropout_prob: 0.0 there, 0.2 now", ("--dropout", "0.2"), {}),
+        ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
+        ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
+        ("masking: dynamic there, static now", ("--masking", "static"), {}),
+        ("train_batch_size: 13 there, 12 now", (), {"train_batch_size": 12}),
+        ("gradient_clipping: 1.0 there, 0.5 now", (), {"gradient_clipping": 0.5}),
+        (
+            "optimizer.weight_decay: 0.01 there, 0.1 now",
+            (),
+            {"optimizer": {"type": "AdamW", "params": adamw}},
+        ),
+        ("schedule.total_num_steps: 8 there, 9 now", ("--max_steps", "9"), {}),
+        ("schedule.type: WarmupDecayLR there, WarmupLR now", ("--max_steps", "8"), {"scheduler": warmup}),
+    ):
+        assert words in (refusal(*options, **changes) or "accepted"), words
 
 
 def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
@@ -469,6 +511,94 @@ def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
     with pytest.raises(UserError, match="none of its 2 checkpoints is whole"):
         checkpoints().newest_whole()
     assert "has 1,000 of" in said[-1]
+
+
+def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
+    """A checkpoint.json that is JSON but not ours, whatever is wrong with it, never counts as a whole checkpoint."""
+    import shutil
+
+    source = max((one_rank / "checkpoints").glob("step-*"))
+    shutil.copytree(source, tmp_path / "checkpoints" / source.name)
+    path = tmp_path / "checkpoints" / source.name / "checkpoint.json"
+    whole = json.loads(path.read_text())
+    wrong = [
+        [],
+        7,
+        {},
+        {"files": {}},
+        whole | {"files": {}},
+        whole | {"files": {"mp_rank_00_model_states.pt": 5}},
+    ]
+    wrong += [whole | {"format_version": 2}, whole | {"train_state": {}}, whole | {"identity": None}]
+    wrong += [{name: value for name, value in whole.items() if name != left_out} for left_out in whole]
+    checkpoints = Checkpoints(tmp_path, {}, 0, 1, lambda value: [value], print)
+    assert checkpoints.newest_whole()
+    for content in wrong:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
+            checkpoints.newest_whole()
+
+
+def test_a_run_folder_belongs_to_one_run_at_a_time(shards, one_rank):
+    """A second run in the same folder is refused, and the first one's status stays as it was."""
+    status = (one_rank / "status.json").read_bytes()
+    with work_lock(one_rank, shared=False):
+        done = subprocess.run(
+            command(shards, one_rank, options=("--dropout", "0")),
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2 and "another command is working here" in done.stderr
+    assert (one_rank / "status.json").read_bytes() == status
+
+
+def test_a_diverged_run_ends_and_saves_nothing(shards, tmp_path):
+    """A loss that is not finite ends the run with one sentence, status `failed`, and no checkpoint of it."""
+    entry = {"type": "AdamW", "params": {"lr": 1e30}}
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 6}}
+    config = deepspeed_json(tmp_path, optimizer=entry, scheduler=scheduler)
+    run = command(shards, tmp_path / "run")
+    run[run.index("--deepspeed_config") + 1] = str(config)
+    done = subprocess.run(run, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "the run has diverged" in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_stop_signals_are_remembered(tmp_path):
+    """SIGTERM, SIGUSR1, Ctrl-C and a file named STOP raise the flag; a second Ctrl-C interrupts at once."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for number in STOP_SIGNALS:
+            flag = StopFlag(tmp_path)
+            assert not flag.raised()
+            os.kill(os.getpid(), number)
+            assert flag.raised() and flag.reason == signal.Signals(number).name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        flag = StopFlag(tmp_path)
+        (tmp_path / "STOP").touch()
+        assert flag.raised() and "STOP" in flag.reason
+        flag.clear()
+        assert not StopFlag(tmp_path).raised()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_damaged_metrics_do_not_stop_a_run(tmp_path, capsys):
+    """Lines beyond the resumed step, half lines and garbage are left out of metrics.jsonl, and garbage is said."""
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "train/loss": 2.5}\n{"step": 2, "train/loss": null}\n'
+    path.write_bytes(good + b'\xff\xfe\n[1]\n{}\n7\n{"step": "x"}\n{"step": 3}\n{"step": 2, "train/lo')
+    Recorder(tmp_path, 2).close()
+    assert path.read_bytes() == good
+    assert "5 damaged lines were left out" in capsys.readouterr().out
+    recorder = Recorder(tmp_path, 2)
+    recorder.record(3, {"optimizer/gradient_norm": float("inf")})
+    recorder.close()
+    assert path.read_bytes() == good + b'{"step": 3, "optimizer/gradient_norm": null}\n'
 
 
 @pytest.fixture

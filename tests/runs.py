@@ -1,0 +1,74 @@
+"""Small runs for tests of what reads them: the real layout on disk, without the training."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from corpora import make_documents, write_corpus
+
+from data_prep.run import main as data_prep
+from pretraining.checkpoint import Checkpoints, TrainState
+from pretraining.model import BertConfig, BertForPreTraining
+
+
+def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300) -> Path:
+    """A SentencePiece tokenizer of made-up text, in folder/tokenizer."""
+    text = write_corpus(folder / "tokenizer_text.txt", make_documents(150, seed=seed))
+    output = folder / "tokenizer"
+    options = ["--vocab_size", str(vocab_size), "--workers", "1", "--eval_fraction", "0.1"]
+    assert not data_prep(["tokenizer", "--input", str(text), "--output", str(output), *options])
+    return output
+
+
+def make_shards(folder: Path, tokenizer: Path, seed: int = 3) -> Path:
+    """Shards of made-up text with that tokenizer, in folder/shards."""
+    text = write_corpus(folder / "text.txt", make_documents(150, seed=seed))
+    arguments = ["--input", str(text), "--tokenizer", str(tokenizer), "--output", str(folder / "shards")]
+    assert not data_prep(
+        ["shards", *arguments, "--seq_len", "48", "--workers", "1", "--eval_fraction", "0.1"]
+    )
+    return folder / "shards"
+
+
+def tiny_config(**changes) -> BertConfig:
+    """Two layers of 32 numbers, for the vocabulary of make_tokenizer."""
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+        "max_position_embeddings": 40,
+    }
+    return BertConfig(**shape | changes)
+
+
+def random_model(config: BertConfig, seed: int = 0, std: float = 0.15) -> BertForPreTraining:
+    """Every parameter random, so that none can be forgotten unnoticed; the vocabulary's padding too."""
+    torch.manual_seed(seed)
+    model = BertForPreTraining(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * std)
+    return model.eval()
+
+
+class _Engine:
+    """As much of DeepSpeed's engine as Checkpoints.save asks for."""
+
+    def __init__(self, model: BertForPreTraining):
+        self.model = model
+        self.checkpoint_engine = None
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict, save_latest: bool) -> None:
+        self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
+        content = {"module": self.model.state_dict(), **client_state}
+        self.checkpoint_engine.save(content, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+
+
+def write_run(folder: Path, model: BertForPreTraining, tokenizer: Path, step: int = 5) -> Path:
+    """A run folder with a checkpoint of an fp32 model and the tokenizer; returns the checkpoint's folder."""
+    identity = {"model": model.config.to_dict(), "precision": "fp32"}
+    checkpoints = Checkpoints(folder, identity, 0, 1, lambda value: [value], print)
+    shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+    return checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))
