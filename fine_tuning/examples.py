@@ -8,6 +8,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -124,9 +125,11 @@ def label_order(examples: Examples) -> tuple[str, ...]:
             f"{examples.path}: all {len(examples):,} examples have the label {_listed(labels)}; a classifier needs two classes"
         )
     try:
-        return tuple(sorted(labels, key=float))
+        values = {label: float(label) for label in labels}
     except ValueError:
         return tuple(labels)
+    # "nan" is a word here: it has no place in an order.
+    return tuple(sorted(labels, key=values.get) if all(map(math.isfinite, values.values())) else labels)
 
 
 def _check_labels(examples: Examples, labels: Sequence[str], train: Path) -> None:

@@ -147,7 +147,11 @@ def test_a_lone_quotation_mark_is_a_character_in_glue_files(tmp_path):
 
 def test_labels_are_in_numeric_order_or_sorted(tmp_path):
     """Labels that are all numbers are ordered by value, others as text."""
-    for labels, expected in ((["10", "9", "-1"], ("-1", "9", "10")), (["b", "10", "a"], ("10", "a", "b"))):
+    for labels, expected in (
+        (["10", "9", "-1"], ("-1", "9", "10")),
+        (["b", "10", "a"], ("10", "a", "b")),
+        (["nan", "2", "10"], ("10", "2", "nan")),
+    ):
         path = write_csv(tmp_path / "a.csv", [("x", label) for label in labels])
         assert label_order(read_examples(path, TASK)) == expected
 
