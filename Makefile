@@ -99,7 +99,10 @@ demo: install $(DEMO_TEXT)  ## minutes on two cores: real text, tokenizer, shard
 	PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py \
 	  --deepspeed_config ds_configs/demo.json --model $(MODEL) --data $(DEMO_DATA)/shards \
 	  --output $(DEMO_DIR) --max_steps $(STEPS)
-	@echo '== Done. Shards: $(DEMO_DATA)/shards; checkpoints and metrics: $(DEMO_DIR). To see the curves:'
+	@echo '== Export to a Hugging Face folder, and what the model puts in the place of [MASK]'
+	$(PY) pretraining/export.py $(DEMO_DIR) --output $(DEMO_DIR)/exported
+	$(PY) pretraining/fill_mask.py $(DEMO_DIR)/exported "The capital of France is [MASK]."
+	@echo '== Done. Shards: $(DEMO_DATA)/shards; checkpoints, metrics and exported model: $(DEMO_DIR). To see the curves:'
 	@echo '   .venv/bin/tensorboard --logdir runs'
 
 clean:  ## remove .venv and caches; data/ and runs/ stay

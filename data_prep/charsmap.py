@@ -79,7 +79,7 @@ def same_normalization(charsmap: bytes, characters: Iterable[str]) -> list[dict]
 @lru_cache(maxsize=4)
 def _normalizers(charsmap: bytes, taken: frozenset[str]) -> list[dict]:
     rules = read_rules(charsmap)
-    separator, other = _free_separators(rules, taken)
+    separator, joiner, other = _free_separators(rules, taken)
     targets = _sequence_targets(rules)
     nfc = normalizers.NFC().normalize_str
     composed = {sequence for sequence, target in targets.items() if nfc(sequence) == target}
@@ -90,28 +90,48 @@ def _normalizers(charsmap: bytes, taken: frozenset[str]) -> list[dict]:
             "normalizer does that; use a tokenizer with one of SentencePiece's own normalisation rules"
         )
     return [
-        # Text that has the separator itself: the other is as unknown to the model.
-        _replace(separator, other),
+        # Text that has the separators itself: the other is as unknown to the model.
+        replace_pattern(f"[{_members((separator, joiner))}]", other),
         # Two separators stand where the neighbours have no rule, although those that they become have one.
-        _replace_pattern(_apart(rules, targets), separator),
+        replace_pattern(_apart(rules, targets), separator),
         # Not at the very start: an insertion there breaks the alignment that `tokenizers` keeps, and it panics later.
-        _replace_pattern(rf"(?!\A)(?={_continuation(rules)})", separator),
+        replace_pattern(rf"(?!\A)(?={_continuation(rules)})", separator),
         {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()},
-        *(_replace(separator.join(sequence), targets[sequence] + separator) for sequence in written_out),
-        _replace_pattern(_joints(composed, separator), ""),
+        *_written_out({sequence: targets[sequence] for sequence in written_out}, separator, joiner),
+        replace_pattern(_joints(composed, separator), ""),
         {"type": "NFC"},
-        _replace(separator, ""),
+        replace_pattern(escaped(separator), ""),
     ]
 
 
-def _free_separators(rules: Mapping[str, str], taken: frozenset[str]) -> tuple[str, str]:
+def _written_out(targets: Mapping[str, str], separator: str, joiner: str) -> list[dict]:
+    """Replacements for each of the sequences, longest first: of its first character, then of the rest.
+
+    What replaces several characters counts as made of the last: at the start of a text `tokenizers` would no longer
+    see that it is the start.
+    """
+    rests = {
+        sequence: escaped("".join(separator + character for character in sequence[1:]))
+        for sequence in targets
+    }
+    steps = [
+        replace_pattern(f"{escaped(sequence[0])}(?={rests[sequence]})", targets[sequence] + joiner)
+        for sequence in targets
+    ]
+    endings = [f"(?<={escaped(target + joiner)}){rests[sequence]}" for sequence, target in targets.items()]
+    return (
+        [*steps, replace_pattern(f"{escaped(joiner)}(?:{'|'.join(endings)})", separator)] if targets else []
+    )
+
+
+def _free_separators(rules: Mapping[str, str], taken: frozenset[str]) -> list[str]:
     used = taken.union(*rules)
     free = [separator for separator in SEPARATORS if separator not in used]
-    if len(free) < 2:
+    if len(free) < 3:
         raise UserError(
             "the tokenizer has pieces of unassigned characters (U+FFF0 to U+FFF8), which stand for nothing"
         )
-    return free[0], free[1]
+    return free[:3]
 
 
 def _sequence_targets(rules: Mapping[str, str]) -> dict[str, str]:
@@ -157,7 +177,7 @@ def _apart(rules: Mapping[str, str], targets: Mapping[str, str]) -> str:
     places = [f"(?<=[{not_one}])", f"(?=[{not_one}])"] if not_one else []
     for ending, characters in sorted(firsts.items()):
         if characters:
-            places.append(f"(?<=[{_members(characters)}]{_escaped(ending[:-1])})(?={_escaped(ending[-1])})")
+            places.append(f"(?<=[{_members(characters)}]{escaped(ending[:-1])})(?={escaped(ending[-1])})")
     return f"(?!\\A)(?={_continuation(rules)})(?:{'|'.join(places)})"
 
 
@@ -176,7 +196,7 @@ def _joints(sequences: set[str], separator: str) -> str:
     seconds = defaultdict(set)
     for (first, middle), characters in lasts.items():
         seconds[first, len(middle), middle[1:], _members(characters)].update(middle[:1])
-    mark = _escaped(separator)
+    mark = escaped(separator)
     joints = []
     for (first, _, middle, last), characters in sorted(seconds.items()):
         before = [first, *([_members(characters)] if characters else []), *map(_members, middle)]
@@ -198,13 +218,11 @@ def _members(characters: Iterable[str]) -> str:
     )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """A regular expression that matches the text."""
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
-def _replace(text: str, content: str) -> dict:
-    return {"type": "Replace", "pattern": {"String": text}, "content": content}
-
-
-def _replace_pattern(pattern: str, content: str) -> dict:
+def replace_pattern(pattern: str, content: str) -> dict:
+    """A normalizer that writes `content` for what matches the regular expression (Oniguruma's syntax)."""
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}

@@ -28,6 +28,7 @@ class Stream(enum.IntEnum):
     DROPOUT = 10
     INITIALISATION = 11
     SEGMENTS = 13
+    BATCH_ORDER = 14
 
 
 def _mix_int(z: int) -> int:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from data_prep.charsmap import same_normalization
+from data_prep.charsmap import SEPARATORS, escaped, replace_pattern, same_normalization
 from data_prep.errors import UserError
 from data_prep.shards import write_atomically
 from data_prep.tokenizer import SPECIAL_PIECES, SentencePieceBackend, Tokenizer
@@ -120,7 +120,10 @@ def _unigram(backend: SentencePieceBackend, tokenizer: Tokenizer) -> dict:
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "split": False}
     return _tokenizer(
         added_tokens=[{"id": n, "content": model.pieces[n].piece, **flags} for n in sorted(special_ids)],
-        normalizer={"type": "Sequence", "normalizers": normalization + _folded_spaces()},
+        normalizer={
+            "type": "Sequence",
+            "normalizers": normalization + _hidden_special_pieces(model) + _folded_spaces(),
+        },
         # "first", not "always": what follows "[MASK]" begins a word only behind a space, as in training.
         pre_tokenizer=metaspace | {"prepend_scheme": "first"},
         decoder=metaspace | {"prepend_scheme": "always"},
@@ -157,24 +160,40 @@ def _check_model(model, path: Path) -> None:
 def _hidden_characters(model) -> set[str]:
     """Characters that the model knows inside of larger pieces only.
 
-    Where there are none, the unknown characters of a text are the same in all segmentations, and how much each costs
-    does not matter: `_scored_pieces` changes that.
+    Where there are none, the unknown characters of a text are the same in all segmentations, and what each costs,
+    which `_scored_pieces` changes, does not matter.
     """
     pieces = {piece.piece for piece in model.pieces if piece.type == model.SentencePiece.Type.NORMAL}
     return set().union(*pieces) - pieces
 
 
 def _scored_pieces(model) -> list[list]:
-    """Pieces and scores, special ones so low that any other segmentation is better.
+    """Pieces and scores, special ones so low that any other segmentation into known pieces is better.
 
     SentencePiece never finds special pieces in text, but `tokenizers` would: the text "［ＭＡＳＫ］" is "[MASK]" once
     it is normalised, and only before that are added tokens looked for.
     """
     normal = model.SentencePiece.Type.NORMAL
-    # What `tokenizers` asks for an unknown character, the most that one character can cost.
-    unknown = min(piece.score for piece in model.pieces if piece.type == normal) - 10
-    never = unknown * (1 + max(len(piece.piece) for piece in model.pieces if piece.type != normal))
+    worst = min(piece.score for piece in model.pieces if piece.type == normal)
+    never = worst * (1 + max(len(piece.piece) for piece in model.pieces if piece.type != normal))
     return [[piece.piece, piece.score if piece.type == normal else never] for piece in model.pieces]
+
+
+def _hidden_special_pieces(model) -> list[dict]:
+    """Special pieces in normalised text with one unknown character written as another unknown one.
+
+    Unknown characters cost more than the special piece, so its score does not hide a piece that has one.
+    """
+    normal = model.SentencePiece.Type.NORMAL
+    known = {piece.piece for piece in model.pieces if piece.type == normal}
+    steps = []
+    for piece in model.pieces:
+        place = next((n for n, character in enumerate(piece.piece) if character not in known), None)
+        if piece.type != normal and place is not None:
+            before, after = escaped(piece.piece[:place]), escaped(piece.piece[place + 1 :])
+            pattern = f"(?<={before}){escaped(piece.piece[place])}(?={after})"
+            steps.append(replace_pattern(pattern, next(mark for mark in SEPARATORS if mark not in known)))
+    return steps
 
 
 def _folded_spaces() -> list[dict]:
@@ -183,7 +202,4 @@ def _folded_spaces() -> list[dict]:
     A space in front stays: it stands for the `▁` that is put there otherwise.
     """
     patterns = {" {2,}": " ", rf"[ {_SPACE}]+\z": "", rf"\A{_SPACE}": f" {_SPACE}"}
-    return [
-        {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
-        for pattern, content in patterns.items()
-    ]
+    return [replace_pattern(pattern, content) for pattern, content in patterns.items()]

@@ -93,7 +93,7 @@ def epoch_batches(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -
     Returns:
         Numbers of the examples of each batch, longest first; every example is in exactly one.
     """
-    key = counter_rng.key(seed, Stream.INSTANCE_ORDER, epoch)
+    key = counter_rng.key(seed, Stream.BATCH_ORDER, epoch)
     rows = _permutation(counter_rng.key(key, 0), len(lengths))
     pools = np.arange(len(rows)) // (batch_size * POOL_BATCHES)
     rows = rows[np.lexsort((-lengths[rows], pools))]

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections import Counter
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,9 @@ from data_prep.tokenizer import Tokenizer, train_tokenizer
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SENTENCEPIECE = ["english", "korean", "lower_case", "all_characters"]
 WORDPIECE = ["uncased", "cased"]
-SAMPLE_LINES = 150  # of each file in the default suite
-SAMPLE_CHARACTERS = 20_000  # of a line there
-WHOLE = ("hostile_blns", "hostile_unicode")
+SAMPLE_LINES = {"hostile_blns": 10_000, "hostile_unicode": 900}  # of each file in the default suite, else 30
+# SentencePiece adds scores in 32 bits, which are too few for a line of millions of characters (korquad_v1 has one).
+LONGEST_LINE = 50_000
 
 
 # Text
@@ -60,22 +61,30 @@ def normalization_test(shared_data: Path) -> list[str]:
     return ["".join(chr(int(number, 16)) for number in column.split()) for row in columns for column in row]
 
 
+def text_files(shared_data: Path) -> list[Path]:
+    return sorted(path for path in shared_data.rglob("*") if path.is_file())
+
+
+def different(lines: list[str]) -> list[str]:
+    """Each line once; long ones in parts."""
+    starts = ((line, start) for line in lines for start in range(0, max(1, len(line)), LONGEST_LINE))
+    return list(dict.fromkeys(line[start : start + LONGEST_LINE] for line, start in starts))
+
+
 def all_lines(shared_data: Path) -> list[str]:
-    """Every different line of every file, and the strings of the normalization test."""
-    paths = sorted(path for path in shared_data.rglob("*") if path.is_file())
-    lines = dict.fromkeys(line for path in paths for line in lines_of(path))
-    return list(lines | dict.fromkeys(normalization_test(shared_data)))
+    """Every line of every file, and the strings of the normalization test."""
+    lines = [line for path in text_files(shared_data) for line in lines_of(path)]
+    return different(lines + normalization_test(shared_data))
 
 
 def sampled_lines(shared_data: Path) -> list[str]:
-    """Lines from all over every file, and the hostile ones whole."""
-    found = dict.fromkeys(normalization_test(shared_data)[::7])
-    for path in sorted(path for path in shared_data.rglob("*") if path.is_file()):
+    """Lines from all over every file, more of the hostile ones."""
+    found = normalization_test(shared_data)[::15]
+    for path in text_files(shared_data):
         lines = lines_of(path)
-        if path.parent.name not in WHOLE:
-            lines = [line[:SAMPLE_CHARACTERS] for line in lines[:: max(1, len(lines) // SAMPLE_LINES)]]
-        found |= dict.fromkeys(lines)
-    return list(found)
+        step = max(1, len(lines) // SAMPLE_LINES.get(path.parent.name, 40))
+        found += [line[: LONGEST_LINE // 10] for line in lines[::step]]
+    return different(found)
 
 
 @pytest.fixture(scope="module")
@@ -170,20 +179,19 @@ def is_equal_order(ours: Tokenizer, left: list[int], right: list[int]) -> bool:
     Between two places where both have a border, such a run is a shorter string several times over, and its pieces are
     the same ones on both sides: their scores have one sum.
     """
-    left_pieces, right_pieces = ours.pieces(left), ours.pieces(right)
-    i = j = 0
-    while i < len(left_pieces) and j < len(right_pieces):
-        a, b = [left_pieces[i]], [right_pieces[j]]
-        i, j = i + 1, j + 1
-        while (shorter := len("".join(a)) - len("".join(b))) != 0:
-            if shorter < 0:
-                a, i = [*a, left_pieces[i]], i + 1
-            else:
-                b, j = [*b, right_pieces[j]], j + 1
+    if sorted(left) != sorted(right):
+        return False
+    sides = [ours.pieces(left), ours.pieces(right)]
+    ends = [list(accumulate(map(len, pieces))) for pieces in sides]
+    places = [0, 0]
+    for end in sorted(set(ends[0]) & set(ends[1])):
+        next_places = [side.index(end) + 1 for side in ends]
+        a, b = (pieces[i:j] for pieces, i, j in zip(sides, places, next_places, strict=True))
         run = "".join(a)
         if a != b and not (sorted(a) == sorted(b) and run == "".join(b) and run in (run + run)[1:-1]):
             return False
-    return i == len(left_pieces) and j == len(right_pieces)
+        places = next_places
+    return True
 
 
 # The same ids
@@ -195,7 +203,7 @@ def test_sentencepiece_ids_are_the_same(folders, text, tmp_path, name):
     not, the pieces are the same in another order within a run of one repeated string, and that is rare."""
     ours = Tokenizer(folders(name))
     compared, found = differences(ours, written(folders(name), tmp_path), text)
-    assert compared > 0.99 * len(text) > 30_000
+    assert compared > 0.99 * len(text) > 10_000
     assert [line for line, left, right in found if not is_equal_order(ours, left, right)] == []
     assert len(found) < 0.002 * compared
 
@@ -207,7 +215,7 @@ def test_wordpiece_ids_are_the_same(folders, text, tmp_path, name):
     shutil.copytree(folders(name), tmp_path / "original")
     for theirs in (auto(tmp_path / "original"), written(folders(name), tmp_path / "written")):
         compared, found = differences(ours, theirs, text)
-        assert compared > 0.99 * len(text) > 30_000
+        assert compared > 0.99 * len(text) > 10_000
         assert [line for line, _, _ in found] == []
 
 
@@ -271,7 +279,10 @@ def test_made_up_text(pairs, text):
 
 @pytest.mark.parametrize("name", ["english", "lower_case"])
 def test_normalization_is_sentencepieces(folders, name):
-    """Every character, alone and behind ones that it joins, and every rule that composes give what SentencePiece gives."""
+    """Every character, alone and behind ones that it joins, and rules that compose give what SentencePiece gives.
+
+    Two unassigned characters, which no model knows, become a third.
+    """
     model = sentencepiece_model_pb2.ModelProto.FromString(
         (folders(name) / "sentencepiece.model").read_bytes()
     )
@@ -286,15 +297,15 @@ def test_normalization_is_sentencepieces(folders, name):
     normalizer = {"type": "Sequence", "normalizers": same_normalization(charsmap, {"a"})}
     normalize = tokenizers.Tokenizer.from_str(json.dumps(empty | {"normalizer": normalizer})).normalizer
     rules = read_rules(charsmap)
-    everything = [chr(number) for number in range(0x110000) if not 0xD800 <= number < 0xE000]
-    marks = [character for character in everything[:0x20000] if not character.isalnum()]
-    cases = everything + [first + mark for first in "Ae\xa0ﬁ" for mark in marks[::3]]
-    cases += [left for left in rules if len(left) > 1][:: 5 if name == "english" else 11]
+    # The planes behind are empty, but for tags and variation selectors in the 14th.
+    everything = [chr(n) for n in (*range(0xD800), *range(0xE000, 0x32000), *range(0xE0000, 0xE0200))]
+    marks = [character for character in everything if not character.isalnum() and ord(character) < 0x1F000]
+    cases = everything + [first + mark for first in "Ae\xa0ﬁ" for mark in marks[::7]]
+    cases += [left for left in rules if len(left) > 1][::7]
     for first in range(0, len(cases), 64):
         line = "x".join(cases[first : first + 64])
-        assert normalize.normalize_str(line) == sentencepieces.normalize(line).replace("\ufff0", "\ufff1"), (
-            line
-        )
+        expected = sentencepieces.normalize(line).translate(dict.fromkeys((0xFFF0, 0xFFF1), 0xFFF2))
+        assert normalize.normalize_str(line) == expected, line
     assert len(rules) > 200_000
 
 
