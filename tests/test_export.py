@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 from corpora import files
-from runs import make_shards, make_tokenizer, random_model, tiny_config, write_run
 from safetensors.torch import load_file, save_file
+from small_runs import make_shards, make_tokenizer, random_model, tiny_config, write_run
 
 from data_prep.errors import UserError, run_program
 from data_prep.run import main as data_prep

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from corpora import make_documents
-from runs import make_tokenizer, random_model, tiny_config, write_run
+from small_runs import make_tokenizer, random_model, tiny_config, write_run
 
 from data_prep.errors import UserError, run_program
 from data_prep.tokenizer import Tokenizer
