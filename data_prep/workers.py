@@ -54,9 +54,9 @@ def run_tasks(
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(workers, len(tasks)), context, initializer=_die_with_parent) as pool:
-            with _workers_ignore_interrupts():
-                futures = [pool.submit(function, *task) for task in tasks]
             try:
+                with _workers_ignore_interrupts():
+                    futures = [pool.submit(function, *task) for task in tasks]
                 for future in as_completed(futures):
                     result = future.result()
                     bar.update(amount(result))
@@ -74,13 +74,14 @@ def run_tasks(
 def _workers_ignore_interrupts() -> Iterator[None]:
     """Ctrl-C reaches the whole group; the parent alone answers it, once the tasks at work are done and kept.
 
-    Processes that start meanwhile inherit the ignored signal, so it cannot catch one during its imports.
+    Processes that start meanwhile inherit the blocked signal, so it cannot catch one during its imports; the
+    parent gets a signal that came meanwhile as soon as it is unblocked.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with_parent() -> None:
