@@ -49,18 +49,20 @@ class WordPieceBackend:
         self._source = folder / (VOCABULARY_FILE if saved is None else TOKENIZER_FILE)
         self.file_names = [self._source.name] + [name for name in names[1:] if (folder / name).is_file()]
         self.description: dict = {}
-        self.special_pieces = _special_pieces({**(special or {}), **(config or {})}, special_pieces)
-        self._check_kind(saved)
-        as_it_is = self._takes_tokenizer_json(folder / CONFIG_FILE, saved, config)
-        self.normalizer = self._read_normalizer(saved) if as_it_is else _bert_normalizer(config)
-        self.model = {
-            name: (saved["model"] if as_it_is else {}).get(name, _BERT_MODEL[name]) for name in _BERT_MODEL
-        }
-        self.vocabulary = self._read_vocabulary(saved)
-        self.added_tokens = self._read_added_tokens(saved or {}, config or {})
-        self._pieces = self._all_pieces()
-        self.special_ids = {name: self._special_id(piece) for name, piece in self.special_pieces.items()}
-        self._tokenizer = self._build()
+        try:
+            self.special_pieces = _special_pieces({**(special or {}), **(config or {})}, special_pieces)
+            self._read_settings(folder / CONFIG_FILE, saved, config)
+            self.vocabulary = self._read_vocabulary(saved)
+            self.added_tokens = self._read_added_tokens(saved or {}, config or {})
+            self._pieces = self._all_pieces()
+            self.special_ids = {
+                name: self._pieces.index(piece) for name, piece in self.special_pieces.items()
+            }
+            self._tokenizer = self._build()
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{folder}: {', '.join(self.file_names)} are not as transformers writes them ({error!r}); get them again"
+            ) from None
         self._check_special_pieces()
 
     @property
@@ -82,6 +84,13 @@ class WordPieceBackend:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The pieces of ids, `##` before what continues a word."""
         return [self._pieces[number] for number in ids]
+
+    def _read_settings(self, path: Path, saved: dict | None, config: dict | None) -> None:
+        self._check_kind(saved)
+        as_it_is = self._takes_tokenizer_json(path, saved, config)
+        self.normalizer = self._read_normalizer(saved) if as_it_is else _bert_normalizer(config)
+        model = saved["model"] if as_it_is else {}
+        self.model = {name: model.get(name, value) for name, value in _BERT_MODEL.items()}
 
     def _check_kind(self, saved: dict | None) -> None:
         if saved is None:
@@ -167,9 +176,6 @@ class WordPieceBackend:
                     else f"{self._source}: the added token {token['content']!r} has the id {token['id']}, which is not the next"
                 )
         return pieces
-
-    def _special_id(self, piece: str) -> int:
-        return self._pieces.index(piece)
 
     def _build(self) -> Tokenizer:
         # The workers are processes; threads below them would only compete with each other.

@@ -260,6 +260,7 @@ class _Writer:
     def save(self, state_dict, path: str) -> None:
         import torch
 
+        hashing = None
         try:
             with open(path, "wb") as file:
                 hashing = _HashingFile(file)
@@ -267,7 +268,8 @@ class _Writer:
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
-            self.problem = self.problem or error
+            # torch turns an error of the file into one of its own, which no longer says that the disk is full.
+            self.problem = self.problem or (hashing and hashing.problem) or error
         else:
             self.files[Path(path).name] = {"bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
 
@@ -277,13 +279,18 @@ class _HashingFile:
 
     def __init__(self, file):
         self._file = file
+        self.problem: OSError | None = None
         self.bytes = 0
         self.digest = hashlib.sha256()
 
     def write(self, data) -> int:
         self.digest.update(data)
         self.bytes += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

@@ -106,6 +106,8 @@ def folders(shared_data, tmp_path_factory):
         "korean": (korean, {}),
         "lower_case": (english, {"normalization": "nmt_nfkc_cf"}),
         "all_characters": (english[:3000] + korean[:3000], {"character_coverage": 1.0}),
+        "nfkc": (korean[:2000], {"normalization": "nfkc"}),
+        "identity": (english[:2000], {"normalization": "identity"}),
     }
 
     @cache
@@ -264,7 +266,8 @@ def pairs(folders, tmp_path_factory):
     """(ours, AutoTokenizer's) of every kind."""
     home = tmp_path_factory.mktemp("pairs")
     return [
-        (Tokenizer(folders(name)), written(folders(name), home / name)) for name in SENTENCEPIECE + WORDPIECE
+        (Tokenizer(folders(name)), written(folders(name), home / name))
+        for name in [*SENTENCEPIECE, "nfkc", "identity", *WORDPIECE]
     ]
 
 
@@ -275,6 +278,42 @@ def test_made_up_text(pairs, text):
     for ours, theirs in pairs:
         for line, left, right in differences(ours, theirs, [text])[1]:
             assert is_equal_order(ours, left, right), line
+
+
+EDGES = [
+    "",
+    " ",
+    "▁",
+    "▁a",
+    " ▁a",
+    "▁▁ a",
+    "a▁",
+    "a ▁ b",
+    "a ▁",
+    "  a  b ",
+    "\t\xa0a\u3000",
+    "\u200ba",
+    "\x01 a",
+    "\x00",
+    "\ufff1a",
+]
+EDGES += [
+    "I\u0307x",
+    "ω\u0345 a",
+    "ω\u0313\u0345",
+    "\u0301a",
+    "ㅋㅏ",
+    "각",
+    "\U00016d63\U00016d67\U00016d67",
+    "ﬁ\u0301",
+    "\xb4",
+]
+
+
+def test_edges_of_text(pairs):
+    """Starts and ends of a text: spaces, `▁` itself, what vanishes, and what composes there, alone and before words."""
+    for ours, theirs in pairs:
+        assert differences(ours, theirs, EDGES + [f"{edge} the" for edge in EDGES])[1] == []
 
 
 @pytest.mark.parametrize("name", ["english", "lower_case"])
@@ -524,6 +563,14 @@ DAMAGE = {
     "a word as special piece": (
         lambda f: edit(f / "tokenizer_config.json", mask_token="the"),
         r"special piece the is a word",
+    ),
+    "odd setting": (
+        lambda f: edit(f / "tokenizer_config.json", do_lower_case="no"),
+        r"not as transformers writes them",
+    ),
+    "odd added token": (
+        lambda f: edit(f / "tokenizer_config.json", added_tokens_decoder={"5": 3}),
+        r"bad: vocab\.txt, tokenizer_config\.json are not as",
     ),
     "broken tokenizer.json": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
