@@ -19,8 +19,9 @@ def write_huggingface_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, max
     """Write the folder that `transformers.AutoTokenizer.from_pretrained` reads, and `Tokenizer` too.
 
     AutoTokenizer gives the ids of `tokenizer.encode` with `[CLS] … [SEP]` around them, `[CLS] A [SEP] B [SEP]` with token
-    types 0 and 1 for pairs; there the text "[MASK]" is the mask. SentencePiece adds scores in 32 bits and `tokenizers` in 64:
-    where two segmentations have the same score they may choose differently (orders of the same pieces in `-----`).
+    types 0 and 1 for pairs; there the text "[MASK]" is the mask. The ids can differ where two segmentations are equally good:
+    orders of the same pieces in runs like `-----`, and, rarely, sums of scores that differ less than SentencePiece's
+    32 bits can hold in a long line (`tokenizers` adds in 64).
     The same tokenizer gives the same bytes.
 
     Args:
