@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from data_prep.tokenizer import Tokenizer, train_tokenizer
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SENTENCEPIECE = ["english", "korean", "lower_case", "all_characters"]
 WORDPIECE = ["uncased", "cased"]
-SAMPLE_LINES = {"hostile_blns": 10_000, "hostile_unicode": 900}  # of each file in the default suite, else 30
+SAMPLE_LINES = {"hostile_blns": 10_000, "hostile_unicode": 450}  # of each file in the default suite, else 20
 # SentencePiece adds scores in 32 bits, which are too few for a line of millions of characters (korquad_v1 has one).
 LONGEST_LINE = 50_000
 
@@ -82,7 +83,7 @@ def sampled_lines(shared_data: Path) -> list[str]:
     found = normalization_test(shared_data)[::15]
     for path in text_files(shared_data):
         lines = lines_of(path)
-        step = max(1, len(lines) // SAMPLE_LINES.get(path.parent.name, 40))
+        step = max(1, len(lines) // SAMPLE_LINES.get(path.parent.name, 20))
         found += [line[: LONGEST_LINE // 10] for line in lines[::step]]
     return different(found)
 
@@ -175,25 +176,38 @@ def differences(
     return len(compared), found
 
 
-def is_equal_order(ours: Tokenizer, left: list[int], right: list[int]) -> bool:
-    """Whether two segmentations differ only in the order of the same pieces within runs of one repeated string.
+def kind_of_difference(ours: Tokenizer, left: list[int], right: list[int]) -> str:
+    """Why two segmentations of a line are both best: "order", "rounding", or "another" if they are not.
 
-    Between two places where both have a border, such a run is a shorter string several times over, and its pieces are
-    the same ones on both sides: their scores have one sum.
+    Looked at between places where both have a border. "order": the same pieces in another order, in a run of one
+    repeated string, so their scores have one sum. "rounding": sums that 32 bits cannot tell apart where the line's sum
+    has come to; SentencePiece adds in 32 bits, `tokenizers` in 64.
     """
-    if sorted(left) != sorted(right):
-        return False
-    sides = [ours.pieces(left), ours.pieces(right)]
-    ends = [list(accumulate(map(len, pieces))) for pieces in sides]
-    places = [0, 0]
+    model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "sentencepiece.model"))
+    ends = [list(accumulate(map(len, ours.pieces(ids)))) for ids in (left, right)]
+    if ends[0][-1:] != ends[1][-1:]:
+        return "another"
+    kind, places, before = "order", (0, 0), 0.0
     for end in sorted(set(ends[0]) & set(ends[1])):
-        next_places = [side.index(end) + 1 for side in ends]
-        a, b = (pieces[i:j] for pieces, i, j in zip(sides, places, next_places, strict=True))
-        run = "".join(a)
-        if a != b and not (sorted(a) == sorted(b) and run == "".join(b) and run in (run + run)[1:-1]):
-            return False
-        places = next_places
-    return True
+        next_places = ends[0].index(end) + 1, ends[1].index(end) + 1
+        a, b = left[places[0] : next_places[0]], right[places[1] : next_places[1]]
+        scores = [math.fsum(model.get_score(ids)) for ids in (a, b)]
+        run = "".join(ours.pieces(a))
+        if run != "".join(ours.pieces(b)):
+            return "another"
+        if a != b and not (sorted(a) == sorted(b) and run in (run + run)[1:-1]):
+            if abs(scores[0] - scores[1]) > 2 * np.spacing(np.float32(abs(before + scores[0]))):
+                return "another"
+            kind = "rounding"
+        places, before = next_places, before + scores[0]
+    return kind
+
+
+def ties(ours: Tokenizer, found: list[tuple[str, list[int], list[int]]]) -> Counter:
+    """How many lines differ in which way; those that must not are shown."""
+    kinds = Counter(kind_of_difference(ours, left, right) for _, left, right in found)
+    assert [line for line, left, right in found if kind_of_difference(ours, left, right) == "another"] == []
+    return kinds
 
 
 # The same ids
@@ -201,12 +215,12 @@ def is_equal_order(ours: Tokenizer, left: list[int], right: list[int]) -> bool:
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_sentencepiece_ids_are_the_same(folders, text, tmp_path, name):
-    """AutoTokenizer of the written folder gives our ids for hostile text and lines from all over the data; where it does
-    not, the pieces are the same in another order within a run of one repeated string, and that is rare."""
+    """AutoTokenizer of the written folder gives our ids for hostile text and lines from all over the data, but for the
+    order of the same pieces in a few runs of one repeated string."""
     ours = Tokenizer(folders(name))
     compared, found = differences(ours, written(folders(name), tmp_path), text)
-    assert compared > 0.99 * len(text) > 10_000
-    assert [line for line, left, right in found if not is_equal_order(ours, left, right)] == []
+    assert compared > 0.99 * len(text) > 7_000
+    assert set(ties(ours, found)) <= {"order"}
     assert len(found) < 0.002 * compared
 
 
@@ -217,7 +231,7 @@ def test_wordpiece_ids_are_the_same(folders, text, tmp_path, name):
     shutil.copytree(folders(name), tmp_path / "original")
     for theirs in (auto(tmp_path / "original"), written(folders(name), tmp_path / "written")):
         compared, found = differences(ours, theirs, text)
-        assert compared > 0.99 * len(text) > 10_000
+        assert compared > 0.99 * len(text) > 7_000
         assert [line for line, _, _ in found] == []
 
 
@@ -225,14 +239,15 @@ def test_wordpiece_ids_are_the_same(folders, text, tmp_path, name):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SENTENCEPIECE + WORDPIECE)
 def test_ids_are_the_same_for_all_text(folders, shared_data, tmp_path, name):
-    """Every line of every file of the data: our ids, but for equal orders within runs."""
+    """Every line of every file of the data: our ids, but for ties (see `kind_of_difference`), which are counted."""
     lines = all_lines(shared_data)
     ours = Tokenizer(folders(name))
     compared, found = differences(ours, written(folders(name), tmp_path), lines)
-    print(f"{name}: {len(lines):,} lines, {compared:,} compared, {len(found):,} with equal orders in a run")
-    assert compared > 800_000
-    assert [line for line, left, right in found if not is_equal_order(ours, left, right)] == []
-    assert len(found) < 0.01 * compared if name in SENTENCEPIECE else not found
+    assert compared > 0.99 * len(lines) > 800_000
+    kinds = ties(ours, found)
+    print(f"{name}: {len(lines):,} lines, {compared:,} compared, ties: {dict(kinds)}")
+    assert len(found) < 0.001 * compared if name in SENTENCEPIECE else not found
+    assert kinds["rounding"] < 10
 
 
 @pytest.mark.slow
@@ -276,8 +291,7 @@ def pairs(folders, tmp_path_factory):
 def test_made_up_text(pairs, text):
     """Marks in any order, letters that become several, jamo of all kinds, spaces of all kinds, at all places."""
     for ours, theirs in pairs:
-        for line, left, right in differences(ours, theirs, [text])[1]:
-            assert is_equal_order(ours, left, right), line
+        ties(ours, differences(ours, theirs, [text])[1])
 
 
 EDGES = [
