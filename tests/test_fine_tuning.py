@@ -455,6 +455,41 @@ def test_a_killed_grid_goes_on_and_ends_the_same(grid, toy, tmp_path, monkeypatc
     assert "nothing is left to train" in capsys.readouterr().out
 
 
+def test_the_first_seeds_choose_the_learning_rate(toy, tmp_path, monkeypatch, capsys):
+    """--search_seeds 1: each rate runs with the first seed, the best one with the others too, whose scores choose nothing;
+    an interrupted search goes on."""
+    trained = []
+    train = Grid._train
+
+    def scored(self, rate, seed):
+        if len(trained) == 3:
+            trained.append("interrupted")
+            raise KeyboardInterrupt
+        trained.append((rate, seed))
+        result = train(self, rate, seed)
+        # The better rate of the search is bad with the other seeds.
+        accuracy = {0: 0.9 if rate == 3e-3 else 0.5}.get(seed, 0.1)
+        result.scores["dev"]["accuracy"] = accuracy
+        self.results.finish(result, self.preparation.new_model(seed))
+        return result
+
+    monkeypatch.setattr(Grid, "_train", scored)
+    options = ("--epochs", "1", "--learning_rate", "1e-6", "3e-3", "--seeds", "0", "1", "2", "--search_seeds")
+    arguments = command(toy, tmp_path / "x", *options, "1")
+    assert run_program(main, arguments) == 130
+    assert main(arguments) == 0
+    assert trained == [(1e-6, 0), (3e-3, 0), (3e-3, 1), "interrupted", (3e-3, 2)]
+    said = capsys.readouterr().out
+    assert "4 runs of" in said and "3 runs are finished already" in said
+    content = metrics(tmp_path / "x")
+    assert content["best"]["learning_rate"] == 3e-3
+    assert content["dev"]["accuracy"]["mean"] == pytest.approx((0.9 + 0.1 + 0.1) / 3)
+    assert main(arguments) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert run_program(main, command(toy, tmp_path / "x", *options, "4")) == 2
+    assert "--seeds has 3" in capsys.readouterr().err
+
+
 def test_more_seeds_are_added_and_other_settings_refused(toy, tmp_path, monkeypatch, capsys):
     """A new seed is trained beside those that are there; fewer seeds choose among theirs; another number of epochs or other data is refused."""
     trained = []
@@ -487,10 +522,10 @@ def test_the_learning_rate_with_the_best_mean_wins(tmp_path):
         return RunResult(rate, seed, 1, 0.1, {"dev": {"loss": loss, "accuracy": accuracy}}, 0.0)
 
     lucky, steady = [run(1.0, 0, 0.95), run(1.0, 1, 0.5)], [run(2.0, 0, 0.9), run(2.0, 1, 0.91, 0.4)]
-    assert results.best_rate(lucky + steady) == steady
+    assert results.best_rate(lucky + steady, [0, 1]) == steady
     assert results.best_seed(steady) == steady[1]
-    assert results.best_rate([run(1.0, 0, 0.9), run(2.0, 0, 0.9, 0.4)])[0].learning_rate == 2.0
-    assert results.best_rate([run(1.0, 0, 0.9, None), run(2.0, 0, 0.9, 9.0)])[0].learning_rate == 2.0
+    assert results.best_rate([run(1.0, 0, 0.9), run(2.0, 0, 0.9, 0.4)], [0])[0].learning_rate == 2.0
+    assert results.best_rate([run(1.0, 0, 0.9, None), run(2.0, 0, 0.9, 9.0)], [0])[0].learning_rate == 2.0
 
 
 def test_a_result_of_other_settings_is_not_taken(tmp_path, tokenizer):
