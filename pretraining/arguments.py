@@ -134,8 +134,9 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     from data_prep.shards import ShardSet
     from pretraining.config import lower, read_deepspeed_json
     from pretraining.distributed import machine_capabilities
-    from pretraining.optimizer import schedule_for
+    from pretraining.optimizer import refuse_apex_look_alike, schedule_for
 
+    refuse_apex_look_alike()
     settings = read_deepspeed_json(arguments.deepspeed_config)
     shard_set = ShardSet.open(arguments.data)
     config, start = _choose_model(arguments, shard_set)
