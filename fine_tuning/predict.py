@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.documents import clean_text
 from data_prep.errors import UserError, run_program
 from data_prep.inputs import LineError
 from data_prep.options import Help
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     field = arguments.text_column or predictor.description.text_columns[0]
     texts = arguments.texts or _lines(sys.stdin.buffer, field if arguments.jsonl else None)
     for chunk in _chunks(texts):
-        for probabilities in predictor.probabilities([[clean_text(text) for text in chunk]]):
+        for probabilities in predictor.probabilities([chunk]):
             label = max(probabilities, key=probabilities.get)
             print(json.dumps({"label": label, "probabilities": probabilities}, ensure_ascii=False))
         sys.stdout.flush()

@@ -126,12 +126,13 @@ def tiny(tokenizer: Tokenizer, pooling: str = "cls", **changes) -> SequenceClass
 
 
 def test_csv_tsv_jsonl_and_compressed_files_read_the_same(tmp_path):
-    """The same rows come out of CSV, TSV, JSONL and gzip; labels lose outer spaces, numbers stay as written."""
-    rows = [("a, b", "1"), ('say "yes"', "0"), ("two\nlines", "10")]
+    """The same rows come out of CSV, TSV, JSONL and gzip, with clean texts; labels lose outer spaces, numbers stay as
+    written."""
+    rows = [("a, b", "1"), ('say "yes"', "0"), ("two lines", "10")]
     csv_text = 'id,label,text\n1, 1,"a, b"\n2,0,"say ""yes"""\n3,10,"two\nlines"\n'
     (tmp_path / "a.csv").write_text(csv_text)
     (tmp_path / "a.tsv").write_text(csv_text.replace(",", "\t").replace("a\t b", "a, b"))
-    lines = [json.dumps({"label": int(label), "text": text}) for text, label in rows]
+    lines = [json.dumps({"label": int(label), "text": text.replace("two ", "two\n")}) for text, label in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + csv_text.encode()))
     for name in ("a.csv", "a.tsv", "a.jsonl", "b.csv.gz"):
@@ -170,11 +171,11 @@ def test_subsets_are_nested_and_keep_the_files_order(tmp_path):
 
 def test_empty_texts_are_left_out_of_training_and_scored_in_dev(tmp_path):
     """An empty text is dropped from train and kept in dev, and both are counted and located for the user."""
-    train = write_csv(tmp_path / "train.csv", [("a", "x"), ("  ", "y"), ("b", "y"), ("", "x")])
-    dev = write_csv(tmp_path / "dev.csv", [("a", "x"), (" ", "y")])
+    train = write_csv(tmp_path / "train.csv", [("a", "x"), ("<br /> ", "y"), ("b", "y"), ("", "x")])
+    dev = write_csv(tmp_path / "dev.csv", [("a", "x"), (" \u3000", "y")])
     data = read_data(replace(TASK, files={"train": train, "dev": dev}), None)
     assert data.splits["train"].columns[0] == ["a", "b"]
-    assert data.splits["dev"].columns[0] == ["a", " "]
+    assert data.splits["dev"].columns[0] == ["a", ""]
     assert data.notes == [
         f"{train}: 2 empty texts are left out (first: line 3)",
         f"{dev}: 1 empty texts are kept and scored (first: line 3)",
@@ -602,6 +603,25 @@ def test_predict_answers_arguments_lines_and_jsonl_alike(grid, monkeypatch, caps
         assert predictions(capsys) == given
 
 
+def test_predict_cleans_texts_as_training_does(grid, toy, tmp_path, monkeypatch, capsys):
+    """A text full of line breaks and odd spaces is read the same, and as its clean form is, in a file for training and
+    as an argument, a line or a JSON line for predict; labels and other fields are not cleaned."""
+    clean = [f"ban {SIGNS['good'][0]} ba", f"des {SIGNS['bad'][1]} ban des"]
+    messy = [f" ban<br /><BR>{SIGNS['good'][0]}\u3000 ba\x0b", f"des\xa0{SIGNS['bad'][1]}<br>ban\x00\x85des"]
+    jsonl = "".join(json.dumps({"text": text, "label": "a<br />\u3000b"}) + "\n" for text in messy)
+    (tmp_path / "x.jsonl").write_text(jsonl)
+    examples = read_examples(tmp_path / "x.jsonl", TASK)
+    assert examples.columns == (clean,) and examples.labels == ["a<br />\u3000b"] * 2
+    predictor = Predictor(grid, CPU)
+    wanted = predictor.probabilities([clean])
+    assert predictor.probabilities(examples.columns) == wanted != predictor.probabilities([messy])
+    lines = "\n".join(messy) + "\n"
+    for content, options in ((None, messy), (None, clean), (lines, []), (jsonl, ["--jsonl"])):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
+        assert predict_main([str(grid), *options]) == 0
+        assert [row["probabilities"] for row in predictions(capsys)] == wanted
+
+
 @pytest.mark.parametrize(
     ("stdin", "options", "wanted"),
     [
@@ -612,6 +632,7 @@ def test_predict_answers_arguments_lines_and_jsonl_alike(grid, monkeypatch, caps
             'line 2: there is no field "text"; the fields are "txt"',
         ),
         (b"plain\n", ["--jsonl"], "line 1: expected one JSON object a line"),
+        (b'{"text": []}\n', ["--jsonl"], 'line 1: field "text" must be a string or a number, found list'),
         (b"", ["--jsonl", "TEXT"], "--jsonl is for lines of standard input"),
     ],
 )
@@ -664,6 +685,7 @@ BAD_FILES = {
     ),
     "label missing": ("train", "text,label\na,good\nb, \n", 'line 3: the label is missing (column "label")'),
     "open quotation": ("train", 'text,label\n"a,good\nb,bad\n', "malformed CSV"),
+    "NUL byte": ("train", "text,label\na,good\nb\0,bad\n", "line 3: there is a NUL byte"),
 }
 
 
