@@ -117,7 +117,7 @@ OWN := $(DEMO_DIR)/$(MODEL)-$(MINUTES)min
 ADAPTED := $(DEMO_DIR)/minilm-on-reviews
 SCORES := $(DEMO_DIR)/sentiment-$(LABELS)
 FINE_TUNE := $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
-  --train_examples $(LABELS) --pooling mean --seeds 0 1 2 --search_seeds 1
+  --train_examples $(LABELS) --max_length 128 --pooling mean --seeds 0 1 2 --search_seeds 1
 
 # How many steps fit into MINUTES is measured once and kept: a demo that goes on keeps its schedule.
 define COUNT_STEPS
