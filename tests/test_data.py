@@ -19,12 +19,12 @@ from data_prep.shards import FORMAT, FORMAT_VERSION, MANIFEST, Block, ShardSet, 
 from pretraining.data import (
     BlockCache,
     TrainingBatches,
-    cut_micro_batches,
     evaluation_batches,
     gather_instances,
     load_share,
     stored_policy,
 )
+from pretraining.micro_batches import cut_micro_batches
 from pretraining.order import Order, share
 
 VOCAB_SIZE = 500
