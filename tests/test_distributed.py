@@ -176,19 +176,17 @@ def test_three_ranks_may_run_unequal_micro_steps(started_by_hand):
 
 
 def test_micro_batches_may_be_cut_by_tokens(started_by_hand):
-    """Four steps of 22 instances on three ranks = one process in plain PyTorch, with micro-batches bounded by
-    instances, tokens, or both, and as many on each rank as its lengths need; each step reduces as often."""
+    """Three steps of 22 instances on three ranks = one process in plain PyTorch, with whole shares, with micro-batches
+    of 3 instances, and of 60 or 24 tokens, as many on each rank as its lengths need; each step reduces as often."""
     _, _, three = started_by_hand
     seen = three["micro_batches"]
     assert seen.pop("moved") > 0.05
     for name, found in seen.items():
-        assert found["parameters"] < 1e-5 and found["losses"] < 1e-5, (name, found)
+        assert found["parameters"] < 1e-6 and found["losses"] < 1e-6, (name, found)
     assert [max(map(max, found["micro_steps"])) for found in seen.values()][:2] == [1, 3]
-    assert (
-        seen["budget"]["tokens"] <= 60 and seen["both"]["tokens"] <= 80 and seen["tightest"]["tokens"] <= 24
-    )
-    by_rank = seen["budget"]["micro_steps"]
-    assert any(len({steps[number] for steps in by_rank}) > 1 for number in range(4)), by_rank
+    assert seen["budget"]["tokens"] <= 60 and seen["tightest"]["tokens"] <= 24
+    steps = zip(*seen["budget"]["micro_steps"], strict=True)
+    assert any(len(set(by_rank)) > 1 for by_rank in steps), seen["budget"]
     assert len({found["all_reduces"] for found in seen.values()}) == 1
 
 
