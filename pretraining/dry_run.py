@@ -1,7 +1,5 @@
 """What a run will be, before it is started: parameters, memory, batches, epochs, and what is replaced here."""
 
-import sys
-
 import numpy as np
 
 from pretraining.config import Lowered
@@ -61,7 +59,9 @@ def _memory_lines(config: BertConfig, lowered: Lowered, seq_len: int, world_size
     """
     parameters = config.num_parameters()
     width = BYTES[lowered.precision]
-    tokens = min(lowered.micro_batch_size * seq_len, lowered.micro_batch_tokens or sys.maxsize)
+    tokens = lowered.micro_batch_size * seq_len
+    if lowered.micro_batch_tokens:
+        tokens = min(tokens, lowered.micro_batch_tokens)
     per_layer = 34 * tokens * config.hidden_size + 5 * config.num_attention_heads * tokens * seq_len
     masked = round(tokens * 0.15)
     stage = lowered.engine_config["zero_optimization"]["stage"]

@@ -180,7 +180,7 @@ def test_micro_batches_may_be_cut_by_tokens(started_by_hand):
     of 3 instances, and of 60 or 24 tokens, as many on each rank as its lengths need; each step reduces as often."""
     _, _, three = started_by_hand
     seen = three["micro_batches"]
-    assert seen.pop("moved") > 0.05
+    assert seen.pop("moved") > 0.02
     for name, found in seen.items():
         assert found["parameters"] < 1e-6 and found["losses"] < 1e-6, (name, found)
     assert [max(map(max, found["micro_steps"])) for found in seen.values()][:2] == [1, 3]
