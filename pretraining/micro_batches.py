@@ -100,13 +100,30 @@ class MicroBatches(Sequence[MicroBatch]):
         return torch.from_numpy(array).pin_memory() if self._pin else torch.from_numpy(array)
 
 
+def micro_batch_bounds(offsets: np.ndarray, max_instances: int, max_tokens: int | None = None) -> list[int]:
+    """Where each micro-batch begins, and the number of instances at the end.
+
+    Args:
+        offsets: int64 [n+1], at which each instance begins, and all tokens at the end.
+        max_instances, max_tokens: at most, but an instance that alone has more tokens stands alone.
+    """
+    bounds, instances = [0], len(offsets) - 1
+    while (first := bounds[-1]) < instances:
+        stop = min(first + max_instances, instances)
+        if max_tokens is not None:
+            too_far = offsets[first] + max_tokens + 1
+            stop = max(first + 1, min(stop, int(np.searchsorted(offsets, too_far)) - 1))
+        bounds.append(stop)
+    return bounds
+
+
 def cut_micro_batches(
     instances: Instances, max_instances: int, max_tokens: int | None = None, pin: bool = False
 ) -> MicroBatches:
     """Sort by length (descending, stable) and cut.
 
     Args:
-        max_instances, max_tokens: at most, but an instance that alone has more tokens stands alone.
+        max_instances, max_tokens: see `micro_batch_bounds`.
         pin: build the tensors in pinned memory, for asynchronous copies to a GPU.
     """
     lengths = np.diff(instances.offsets)
@@ -114,11 +131,4 @@ def cut_micro_batches(
         rows = rows_longest_first(lengths)
         columns = {name: array[None] for name, array in vars(instances).items() if array is not None}
         instances = gather(columns, np.zeros_like(rows), rows, masks=True)
-    bounds = [0]
-    while (first := bounds[-1]) < len(instances):
-        stop = min(first + max_instances, len(instances))
-        if max_tokens is not None:
-            too_far = instances.offsets[first] + max_tokens + 1
-            stop = max(first + 1, min(stop, int(np.searchsorted(instances.offsets, too_far)) - 1))
-        bounds.append(stop)
-    return MicroBatches(instances, bounds, pin)
+    return MicroBatches(instances, micro_batch_bounds(instances.offsets, max_instances, max_tokens), pin)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.errors import UserError
@@ -221,6 +221,7 @@ def test_batch_triangle(read, train, micro, accumulation, world_size, expected):
     assert lowered.engine_config["gradient_accumulation_steps"] == 1
 
 
+@settings(deadline=None)
 @given(
     train=st.integers(1, 5000),
     micro=st.one_of(st.none(), st.integers(1, 300)),

@@ -337,7 +337,7 @@ def test_advance_equals_counting(consumed, count, skipped):
     assert after == (wanted[-1] + 1 if wanted else consumed)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 250), st.integers(1, 100), ranges, st.integers(1, 12))
 def test_skipped_ranges_leave_the_ranks_even(consumed, count, skipped, world_size):
     """Whatever is left out, the ranks' shares of a step are all of it, none has two more than another, and without a
