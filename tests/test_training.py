@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -31,6 +32,7 @@ from pretraining.optimizer import learning_rate, parameter_groups
 from pretraining.order import Order
 from pretraining.run import main
 from pretraining.stop import STOP_SIGNALS, StopFlag
+from pretraining.trainer import Trainer
 
 BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 GOLDEN = Path(__file__).parent / "golden" / "tiny_losses.json"
@@ -354,7 +356,7 @@ def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_token_budget_reaches_the_loop(shards, tmp_path):
+def test_the_token_budget_reaches_the_loop(shards, tmp_path, monkeypatch):
     """--micro_batch_tokens bounds what a rank computes at once, here and in the evaluation, and --dry_run says so."""
     options = ["--deepspeed_config", str(deepspeed_json(tmp_path)), "--data", str(shards), "--model", "tiny"]
     preparation = prepare(parse_arguments([*options, "--micro_batch_tokens", "100"]), 1)
@@ -365,6 +367,13 @@ def test_the_token_budget_reaches_the_loop(shards, tmp_path):
     assert len(set(map(len, sizes))) > 1 and max(map(len, sizes)) <= preparation.lowered.max_micro_steps == 7
     settings = _run_settings(preparation)
     assert (settings.micro_batch_tokens, settings.max_micro_steps) == (100, 7)
+    seen, model = [], BertForPreTraining(preparation.config)
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0].input_ids)))
+    monkeypatch.setattr("pretraining.trainer.all_sum", list)
+    here = SimpleNamespace(module=model), World(0, 0, 1, torch.device("cpu"))
+    Trainer(*here, settings, state, None, preparation.shard_set, None, None, None).evaluate()
+    held_out = preparation.shard_set.manifest["splits"]["eval"]["counts"]["tokens"]
+    assert max(seen) <= 100 and sum(seen) == held_out
     assert "in up to 7 micro-batches of 4 and 100 tokens" in "\n".join(preparation.describe(1))
 
 

@@ -8,13 +8,15 @@ FLOPs of an encoder layer and its attention, 8·H² + 4·H·F per token and 4·H
 """
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.ragged import offsets_of
 from data_prep.shards import ShardSet
+from pretraining.micro_batches import micro_batch_bounds
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order, step_share
 
 
@@ -26,15 +28,11 @@ def lengths_of(shard_set: ShardSet) -> np.ndarray:
     )
 
 
-def cut(lengths: np.ndarray, max_instances: int, max_tokens: int) -> Iterator[np.ndarray]:
-    """The lengths of each micro-batch, longest first, as `cut_micro_batches` cuts them."""
+def cut(lengths: np.ndarray, max_instances: int, max_tokens: int | None) -> list[np.ndarray]:
+    """The lengths of each micro-batch of a share."""
     lengths = np.sort(lengths)[::-1]
-    ends = np.cumsum(lengths)
-    first = before = 0
-    while first < len(lengths):
-        stop = min(first + max_instances, int(np.searchsorted(ends, before + max_tokens, side="right")))
-        yield lengths[first:stop]
-        first, before = stop, ends[stop - 1]
+    bounds = micro_batch_bounds(offsets_of(lengths), max_instances, max_tokens)
+    return [lengths[first:stop] for first, stop in itertools.pairwise(bounds)]
 
 
 def work(lengths: np.ndarray, hidden_size: int) -> float:
@@ -48,7 +46,7 @@ def max_over_mean(values: np.ndarray) -> float:
 
 
 def measure(
-    lengths: np.ndarray, order: Order, arguments: argparse.Namespace, bounds: tuple[int, int]
+    lengths: np.ndarray, order: Order, arguments: argparse.Namespace, bounds: tuple[int, int | None]
 ) -> dict:
     """Means over the steps, and the largest micro-batch in any."""
     rows = []
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print("|---|---|---|---|---|---|---|")
     ways = {
-        f"{arguments.micro_batch_size} instances": (arguments.micro_batch_size, sys.maxsize // 2),
+        f"{arguments.micro_batch_size} instances": (arguments.micro_batch_size, None),
         f"{budget:,} tokens": (arguments.train_batch_size, budget),
     }
     for name, bounds in ways.items():
