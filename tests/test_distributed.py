@@ -53,7 +53,7 @@ def run_ranks(output: Path, *cases: str) -> dict:
     ]
     command += [str(RANKS), str(output), *cases]
     done = subprocess.run(
-        command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=90
+        command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(output.read_text())
@@ -154,7 +154,7 @@ def started_by_hand(tmp_path_factory):
         command = [sys.executable, script, str(output), "agreement", "unequal_micro_steps", "micro_batches"]
         started.append(subprocess.Popen(command, env=clean_environment(**place)))
     try:
-        codes = [process.wait(timeout=90) for process in started]
+        codes = [process.wait(timeout=200) for process in started]
     finally:
         for process in started:
             process.kill()
