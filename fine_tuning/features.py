@@ -13,7 +13,7 @@ from data_prep.counter_rng import Stream
 from data_prep.ragged import offsets_of, ragged_range
 from data_prep.shards import token_dtype
 from data_prep.tokenizer import Tokenizer
-from pretraining.data import Instances
+from pretraining.micro_batches import Instances
 
 # Texts that are encoded together; more are not faster.
 _CHUNK = 1024

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from data_prep.counter_rng import Stream, key
 from fine_tuning.features import Features, epoch_batches, select
-from pretraining.data import Instances, cut_micro_batches
+from pretraining.micro_batches import Instances, cut_micro_batches
 from pretraining.optimizer import (
     OptimizerSettings,
     WarmupDecayLR,

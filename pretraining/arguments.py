@@ -67,6 +67,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     steps = "optimizer steps of the whole run (default: total_num_steps of the JSON's scheduler)"
     add("--max_steps", type=positive_int, help=steps)
     add("--seed", type=int, default=0, help="of initialisation, order, masks and dropout")
+    tokens = "most tokens of a micro-batch (default: only train_micro_batch_size_per_gpu bounds it)"
+    add("--micro_batch_tokens", type=positive_int, metavar="N", help=tokens)
     resume = "go on from the newest whole checkpoint; never: refuse if there is one"
     add("--resume", choices=("auto", "never"), default="auto", help=resume)
     add("--log_interval", type=whole_number, default=10, help="steps between points of the curves; 0: none")
@@ -142,7 +144,14 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     config, start = _choose_model(arguments, shard_set)
     seq_len = _check_lengths(arguments, shard_set, config)
     device, capabilities = machine_capabilities()
-    lowered = lower(settings, world_size=world_size, device=device, capabilities=capabilities)
+    lowered = lower(
+        settings,
+        world_size=world_size,
+        device=device,
+        capabilities=capabilities,
+        seq_len=seq_len,
+        micro_batch_tokens=arguments.micro_batch_tokens,
+    )
     _check_batch(lowered.train_batch_size, shard_set, arguments)
     _check_masks(arguments)
     schedule, note = schedule_for(lowered.schedule, arguments.max_steps)
@@ -216,6 +225,11 @@ def _check_lengths(arguments: argparse.Namespace, shard_set, config: "BertConfig
         longer = "" if arguments.init_from else f"give --max_position_embeddings {seq_len} or "
         raise UserError(
             f"--seq_len {seq_len}: the model has {config.max_position_embeddings} positions; {longer}make shorter shards"
+        )
+    if arguments.micro_batch_tokens is not None and arguments.micro_batch_tokens < seq_len:
+        raise UserError(
+            f"--micro_batch_tokens {arguments.micro_batch_tokens}: the shards in {arguments.data} hold instances of up "
+            f"to {seq_len} tokens; give at least {seq_len}"
         )
     return seq_len
 

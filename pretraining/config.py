@@ -137,14 +137,15 @@ class DeepSpeedSettings:
 class Lowered:
     """One run on one machine: `engine_config` is what `deepspeed.initialize` gets, the rest is driven by us.
 
-    `max_micro_steps` is the largest number of micro-steps of any rank in any step; `micro_batch_size` the largest
-    number of instances in one. `optimizer_device` is where the update runs (CPU under offload). `replacements` says
+    A micro-batch has at most `micro_batch_size` instances and `micro_batch_tokens` tokens (None: no such bound), and no
+    rank runs more than `max_micro_steps` of them in any step. `optimizer_device` is where the update runs (CPU under offload). `replacements` says
     what is replaced on this machine and why; `DeepSpeedSettings.notes` holds what differs anywhere.
     """
 
     engine_config: dict[str, Any]
     train_batch_size: int
     micro_batch_size: int
+    micro_batch_tokens: int | None
     max_micro_steps: int
     precision: Precision
     optimizer: OptimizerSettings
@@ -295,15 +296,19 @@ def lower(
     world_size: int,
     device: Literal["cpu", "cuda"],
     capabilities: Capabilities,
+    seq_len: int = 1,
+    micro_batch_tokens: int | None = None,
 ) -> Lowered:
     """Turn the settings into a run on this machine, or raise one UserError with all that does not fit it.
 
     DeepSpeed sees accumulation 1 and a batch of one micro-batch per rank, because micro-steps are driven by
-    `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours.
+    `distributed.gradient_accumulation`; optimizer and scheduler are objects of ours. `micro_batch_tokens` is at least
+    `seq_len`, the tokens of the longest instance.
     """
     errors = Errors(settings.path, REFUSED)
     notes: list[str] = []
-    batch, micro_batch, micro_steps = _plan_batch(settings, world_size, errors)
+    longest_fit = micro_batch_tokens and micro_batch_tokens // seq_len
+    batch, micro_batch, micro_steps = _plan_batch(settings, world_size, longest_fit, errors)
     sections = dict(settings.sections)
     precision = _choose_precision(settings.precision, device, capabilities, notes, errors)
     if precision != settings.precision:
@@ -331,6 +336,7 @@ def lower(
         engine_config=engine_config,
         train_batch_size=batch,
         micro_batch_size=micro_batch,
+        micro_batch_tokens=micro_batch_tokens,
         max_micro_steps=micro_steps,
         precision=precision,
         optimizer=settings.optimizer,
@@ -341,10 +347,14 @@ def lower(
     )
 
 
-def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: Errors) -> tuple[int, int, int]:
-    """Instances per step, instances per micro-step, and micro-steps of the rank with the largest share.
+def _plan_batch(
+    settings: DeepSpeedSettings, world_size: int, longest_fit: int | None, errors: Errors
+) -> tuple[int, int, int]:
+    """Instances per step, instances per micro-step at most, and micro-steps at most of the rank with the largest share.
 
-    Instance g goes to rank g mod world_size, so shares differ by at most one and need not divide evenly.
+    Ranks take turns, so shares differ by at most one and need not divide evenly. With a token budget, which holds
+    `longest_fit` of the longest instances, each micro-batch but a rank's last has at least that many (or all that
+    its bound in instances allows): the bound holds whatever the lengths, and is the same on every rank.
     """
     batch, micro_batch = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
     accumulation = settings.gradient_accumulation_steps
@@ -365,8 +375,9 @@ def _plan_batch(settings: DeepSpeedSettings, world_size: int, errors: Errors) ->
             "ranks or write a larger batch"
         )
     share = -(-batch // world_size)
-    micro_batch = min(micro_batch or DEFAULT_MICRO_BATCH_SIZE, share)
-    return batch, micro_batch, -(-share // micro_batch)
+    micro_batch = min(micro_batch or (share if longest_fit else DEFAULT_MICRO_BATCH_SIZE), share)
+    fewest = min(micro_batch, longest_fit or micro_batch)
+    return batch, micro_batch, -(-share // fewest)
 
 
 def _choose_precision(

@@ -7,7 +7,6 @@ A background thread reads, draws masks and sorts by length, a few steps ahead, a
 65,536 instances never has more than one micro-batch of them in memory. Nothing here is padded.
 """
 
-import itertools
 import queue
 import threading
 import time
@@ -17,63 +16,27 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-import torch
 
 from data_prep import counter_rng
 from data_prep.counter_rng import Stream
 from data_prep.masking import MaskPolicy, draw_masks
 from data_prep.ragged import offsets_of
-from data_prep.shards import Block, ShardSet
+from data_prep.shards import ShardSet
+from pretraining.micro_batches import (
+    CHUNK,
+    Instances,
+    MicroBatches,
+    cut_micro_batches,
+    gather,
+    rows_longest_first,
+)
 from pretraining.model import MicroBatch
-from pretraining.order import Order, advance, share
+from pretraining.order import Order, advance, share, step_share
 
 Masking = Literal["static", "dynamic"]
 
-# Instances that are gathered and masked together: temporary arrays (8 bytes per token) stay at a few MB.
-_CHUNK = 1024
 # Instances of the evaluation that are sorted by length together.
 _EVALUATION_POOL = 4096
-
-Instances = Block  # of any number of instances, with int64 offsets
-
-
-def _take_ragged(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces flat[starts[i] : starts[i] + lengths[i]] end to end, and their offsets int64 [n+1]."""
-    offsets = offsets_of(lengths)
-    values = np.empty(offsets[-1], flat.dtype)
-    shifts = starts - offsets[:-1]
-    for first in range(0, len(starts), _CHUNK):
-        rows = slice(first, first + _CHUNK)
-        begin, end = offsets[first], offsets[min(first + _CHUNK, len(starts))]
-        index = np.repeat(shifts[rows], lengths[rows])
-        index += np.arange(begin, end)
-        # The indices are right by construction; with mode="raise" numpy would copy through a buffer.
-        np.take(flat, index, out=values[begin:end], mode="clip")
-    return values, offsets
-
-
-def _longest_first(lengths: np.ndarray) -> np.ndarray:
-    # Instances have at most 65,535 tokens (their positions are 16 bits), for which numpy has a radix sort.
-    return np.argsort(~lengths.astype(np.uint16), kind="stable")
-
-
-def _gather(columns: dict[str, np.ndarray], slot: np.ndarray, row: np.ndarray, masks: bool) -> Instances:
-    """Copy instances out of columns [slots, width] that hold a block's members in each slot."""
-
-    def ragged(name: str, offsets: str) -> tuple[np.ndarray, np.ndarray]:
-        column, start = columns[name], columns[offsets][slot, row].astype(np.int64)
-        lengths = columns[offsets][slot, row + 1] - start
-        return _take_ragged(column.reshape(-1), slot * column.shape[1] + start, lengths)
-
-    tokens, offsets = ragged("tokens", "offsets")
-    labels = columns.get("next_sentence_labels")
-    labels = None if labels is None else labels[slot, row]
-    mask_offsets, positions, inputs = np.zeros(len(row) + 1, dtype=np.int64), tokens[:0], tokens[:0]
-    if masks:
-        positions, mask_offsets = ragged("masked_lm_positions", "masked_lm_offsets")
-        inputs, _ = ragged("masked_lm_inputs", "masked_lm_offsets")
-    segment_a = columns["segment_a"][slot, row]
-    return Instances(tokens, offsets, segment_a, labels, mask_offsets, positions, inputs)
 
 
 class BlockCache:
@@ -155,7 +118,7 @@ def gather_instances(shard_set: ShardSet, split: str, storage_numbers: np.ndarra
     """The instances with these storage numbers (int64 [n], any order, repeats allowed), with stored masks."""
     cache = BlockCache(shard_set, split)
     slot, row = cache.hold(storage_numbers, 0, np.zeros_like(storage_numbers))
-    return _gather(cache.columns, slot, row, masks=True)
+    return gather(cache.columns, slot, row, masks=True)
 
 
 def mask_policy(shard_set: ShardSet, rate: float | None = None) -> MaskPolicy:
@@ -187,9 +150,9 @@ def load_share(
     schedule = order.schedule(g)
     slot, row = cache.hold(schedule.storage, int(schedule.window[0]), schedule.last_window)
     offsets = cache.columns["offsets"]
-    longest_first = _longest_first(offsets[slot, row + 1] - offsets[slot, row])
+    longest_first = rows_longest_first(offsets[slot, row + 1] - offsets[slot, row])
     slot, row = slot[longest_first], row[longest_first]
-    instances = _gather(cache.columns, slot, row, masks=masking == "static")
+    instances = gather(cache.columns, slot, row, masks=masking == "static")
     if masking == "static":
         return instances
     epochs = order.epoch(g)
@@ -201,80 +164,16 @@ def load_share(
 
 def _draw_dynamic_masks(instances: Instances, keys: np.ndarray, policy: MaskPolicy) -> Instances:
     parts = []
-    for first in range(0, len(instances), _CHUNK):
-        offsets = instances.offsets[first : first + _CHUNK + 1]
+    for first in range(0, len(instances), CHUNK):
+        offsets = instances.offsets[first : first + CHUNK + 1]
         tokens = instances.tokens[offsets[0] : offsets[-1]]
-        parts.append(draw_masks(tokens, offsets - offsets[0], keys[first : first + _CHUNK], policy))
+        parts.append(draw_masks(tokens, offsets - offsets[0], keys[first : first + CHUNK], policy))
     return replace(
         instances,
         masked_lm_offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
         masked_lm_positions=np.concatenate([part.positions for part in parts]),
         masked_lm_inputs=np.concatenate([part.inputs for part in parts]),
     )
-
-
-class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of a share. Tensors are built anew on each access, and nothing keeps them."""
-
-    def __init__(self, instances: Instances, bounds: list[int], pin: bool = False):
-        self.instances = instances
-        self._ranges = list(itertools.pairwise(bounds))
-        self._pin = pin
-
-    def __len__(self) -> int:
-        return len(self._ranges)
-
-    def __getitem__(self, index: int) -> MicroBatch:
-        first, stop = self._ranges[index]
-        x, tensor = self.instances, self._tensor
-        begin, end = x.offsets[first], x.offsets[stop]
-        starts, lengths = x.offsets[first:stop] - begin, np.diff(x.offsets[first : stop + 1])
-        position_ids = np.arange(end - begin) - np.repeat(starts, lengths)
-        token_type_ids = (position_ids >= np.repeat(x.segment_a[first:stop], lengths)).astype(np.int64)
-        mask_counts = np.diff(x.masked_lm_offsets[first : stop + 1])
-        chosen = slice(x.masked_lm_offsets[first], x.masked_lm_offsets[stop])
-        masked_lm_positions = np.repeat(starts, mask_counts) + x.masked_lm_positions[chosen]
-        input_ids = x.tokens[begin:end].astype(np.int64)
-        masked_lm_labels = input_ids[masked_lm_positions]
-        input_ids[masked_lm_positions] = x.masked_lm_inputs[chosen]
-        labels = None if x.next_sentence_labels is None else x.next_sentence_labels[first:stop]
-        return MicroBatch(
-            input_ids=tensor(input_ids),
-            token_type_ids=tensor(token_type_ids),
-            position_ids=tensor(position_ids),
-            lengths=lengths,
-            cls_positions=tensor(starts),
-            masked_lm_positions=tensor(masked_lm_positions),
-            masked_lm_labels=tensor(masked_lm_labels),
-            next_sentence_labels=None if labels is None else tensor(labels.astype(np.int64)),
-        )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).pin_memory() if self._pin else torch.from_numpy(array)
-
-
-def cut_micro_batches(
-    instances: Instances, max_instances: int, max_tokens: int | None = None, pin: bool = False
-) -> MicroBatches:
-    """Sort by length (descending, stable) and cut.
-
-    Args:
-        max_instances, max_tokens: at most, but an instance that alone has more tokens stands alone.
-        pin: build the tensors in pinned memory, for asynchronous copies to a GPU.
-    """
-    lengths = np.diff(instances.offsets)
-    if (np.diff(lengths) > 0).any():
-        rows = _longest_first(lengths)
-        columns = {name: array[None] for name, array in vars(instances).items() if array is not None}
-        instances = _gather(columns, np.zeros_like(rows), rows, masks=True)
-    bounds = [0]
-    while (first := bounds[-1]) < len(instances):
-        stop = min(first + max_instances, len(instances))
-        if max_tokens is not None:
-            too_far = instances.offsets[first] + max_tokens + 1
-            stop = max(first + 1, min(stop, int(np.searchsorted(instances.offsets, too_far)) - 1))
-        bounds.append(stop)
-    return MicroBatches(instances, bounds, pin)
 
 
 @dataclass(frozen=True)
@@ -302,7 +201,7 @@ class TrainingBatches(Iterator[StepShare]):
         order, shard_set: the training instances.
         consumed: position at which to begin.
         train_batch_size: instances of the global batch.
-        rank, world_size: the rank trains the positions g with g mod world_size = rank.
+        rank, world_size: see `step_share` for the positions that a rank trains.
         skipped_ranges: half-open ranges of g that are left out; sorted and disjoint.
         masking, seed, policy: see `load_share`; no policy means that of the stored masks.
         max_instances, max_tokens, pin: see `cut_micro_batches`.
@@ -330,7 +229,7 @@ class TrainingBatches(Iterator[StepShare]):
         self.cache = BlockCache(shard_set, "train")
         self._consumed = consumed
         self._advance = partial(advance, count=train_batch_size, skipped_ranges=skipped_ranges)
-        self._share = partial(share, rank=rank, world_size=world_size)
+        self._share = partial(step_share, rank=rank, world_size=world_size)
         if masking == "dynamic" and policy is None:
             policy = mask_policy(shard_set)
         self._load = partial(load_share, order, self.cache, masking=masking, seed=seed, policy=policy)
@@ -368,7 +267,7 @@ class TrainingBatches(Iterator[StepShare]):
 
     def _next_share(self) -> StepShare:
         start, (ranges, self._consumed) = self._consumed, self._advance(self._consumed)
-        instances = self._load(np.concatenate([self._share(*part) for part in ranges]))
+        instances = self._load(self._share(ranges))
         return StepShare(
             start,
             self._consumed,
@@ -382,9 +281,15 @@ class TrainingBatches(Iterator[StepShare]):
 
 
 def evaluation_batches(
-    shard_set: ShardSet, split: str, rank: int, world_size: int, max_instances: int, limit: int = 0
+    shard_set: ShardSet,
+    split: str,
+    rank: int,
+    world_size: int,
+    max_instances: int,
+    limit: int = 0,
+    max_tokens: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """A rank's part of a split once, with the stored masks, in micro-batches of at most `max_instances`.
+    """A rank's part of a split once, with the stored masks, in micro-batches as `cut_micro_batches` bounds them.
 
     The rank gets the storage numbers s with s mod world_size = rank below `limit` (0: all), so ranks may get
     unequal numbers. Raises UserError if a block's bytes are not those that were written.
@@ -394,4 +299,4 @@ def evaluation_batches(
     pool = -(-_EVALUATION_POOL // max_instances) * max_instances
     for first in range(0, len(numbers), pool):
         instances = gather_instances(shard_set, split, numbers[first : first + pool])
-        yield from cut_micro_batches(instances, max_instances)
+        yield from cut_micro_batches(instances, max_instances, max_tokens)

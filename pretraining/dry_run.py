@@ -41,9 +41,10 @@ def _batch_lines(lowered: Lowered, shard_set, world_size: int, max_steps: int) -
     instances, batch = counts["instances"], lowered.train_batch_size
     share = -(-batch // world_size)
     epochs = max_steps * batch / instances
+    budget = f" and {lowered.micro_batch_tokens:,} tokens" if lowered.micro_batch_tokens else ""
     return [
         f"batch: {batch:,} instances = {world_size} ranks × {share:,} at most, in up to {lowered.max_micro_steps} "
-        f"micro-batches of {lowered.micro_batch_size}",
+        f"micro-batches of {lowered.micro_batch_size}{budget}",
         f"epoch: {instances:,} instances, {counts['tokens']:,} tokens = {instances / batch:,.1f} steps",
         f"steps: {max_steps:,} = {epochs:,.2f} epochs, {max_steps * batch * counts['tokens'] / instances:,.0f} tokens",
     ]
@@ -62,6 +63,8 @@ def _memory_lines(
     parameters = config.num_parameters()
     width = BYTES[lowered.precision]
     tokens = lowered.micro_batch_size * seq_len
+    if lowered.micro_batch_tokens:
+        tokens = min(tokens, lowered.micro_batch_tokens)
     per_layer = 34 * tokens * config.hidden_size + 5 * config.num_attention_heads * tokens * seq_len
     masked = round(tokens * masked_lm_prob)
     stage = lowered.engine_config["zero_optimization"]["stage"]

@@ -2,7 +2,7 @@
 
 Positions: g counts the instances of a run over all epochs and all ranks, n = g mod N those of an epoch, and
 the answer is a storage number, the place of an instance in the shard set. Rank r of R trains the g with
-g mod R = r. In each epoch
+g mod R = r (`step_share` says what a skipped range changes about it). In each epoch
 
     storage ──permute blocks──> list ──cut into lanes──> lane j ──shuffle in windows──> number q of lane j
 
@@ -72,6 +72,23 @@ def advance(
 def share(start: int, stop: int, rank: int, world_size: int) -> np.ndarray:
     """Positions g in [start, stop) that belong to this rank (g mod world_size = rank): int64, ascending."""
     return np.arange(start + (rank - start) % world_size, stop, world_size, dtype=np.int64)
+
+
+def step_share(ranges: Sequence[tuple[int, int]], rank: int, world_size: int) -> np.ndarray:
+    """Positions g that a rank trains in a step whose global batch lies in these ranges (see `advance`).
+
+    They are those with g mod world_size = rank; after a gap the ranks take turns as if it were not there. Counted by
+    g alone, a gap of another length than a multiple of world_size would give one rank too many and another none.
+
+    Returns:
+        int64 [n], ascending; ranks differ by at most one in n.
+    """
+    gap, parts, end = 0, [], ranges[0][0]
+    for start, stop in ranges:
+        gap += start - end
+        parts.append(share(start, stop, (rank + gap) % world_size, world_size))
+        end = stop
+    return np.concatenate(parts)
 
 
 def _shuffled(words: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:

@@ -72,6 +72,7 @@ class RunSettings:
     seq_len: int
     train_batch_size: int
     micro_batch_size: int
+    micro_batch_tokens: int | None
     max_micro_steps: int
     precision: str
     schedule: ScheduleSettings
@@ -172,6 +173,8 @@ class Trainer:
         next_sentence_scale = self.world.world_size / self.settings.train_batch_size
         sums = Sums(self.world.device)
         micro_steps = len(share.micro_batches)
+        # Beyond it this rank would reduce gradients more often than the others, and hang or train something else.
+        assert 1 <= micro_steps <= self.settings.max_micro_steps
         with gradient_accumulation(self.engine, self.settings.max_micro_steps):
             for micro_step, micro_batch in enumerate(share.micro_batches):
                 if self.progress:
@@ -238,6 +241,7 @@ class Trainer:
             self.world,
             self.settings.micro_batch_size,
             self.settings.eval_instances,
+            self.settings.micro_batch_tokens,
             on_batch=lambda: self.progress and self.progress.update(self.state.step, 0.0),
         )
         self._logged_at += time.monotonic() - started
@@ -278,6 +282,7 @@ def evaluate(
     world: World,
     micro_batch_size: int,
     limit: int,
+    micro_batch_tokens: int | None = None,
     on_batch: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """Means over the held-out instances, each counted once; a collective call.
@@ -286,7 +291,7 @@ def evaluate(
         model: BertForPreTraining.
         shard_set: whose "eval" split is read, in storage order, with its stored masks.
         world: this rank.
-        micro_batch_size: instances per forward pass.
+        micro_batch_size, micro_batch_tokens: instances and tokens per forward pass at most.
         limit: instances at most; 0 for all.
         on_batch: called after each forward pass.
     """
@@ -294,7 +299,7 @@ def evaluate(
     model.eval()
     sums = Sums(world.device)
     for micro_batch in evaluation_batches(
-        shard_set, "eval", world.rank, world.world_size, micro_batch_size, limit
+        shard_set, "eval", world.rank, world.world_size, micro_batch_size, limit, micro_batch_tokens
     ):
         output = model(micro_batch.to(world.device))
         sums.add(output, len(micro_batch.masked_lm_labels), len(micro_batch.lengths))

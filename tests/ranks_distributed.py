@@ -2,24 +2,57 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/ranks_distributed.py OUTPUT CASE…
 
-Each case returns values that rank 0 writes to OUTPUT; the test holds the expectations.
+Each case returns values that rank 0 writes to OUTPUT; the test holds the expectations. The case `micro_batches` reads
+the shard set `shards` beside OUTPUT.
 """
 
+import itertools
 import json
 import sys
-from contextlib import nullcontext
+import tempfile
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
+from data_prep.shards import ShardSet
 from pretraining import distributed
-from pretraining.distributed import World, accumulate_in_fp32, all_sum, all_true, gradient_accumulation
+from pretraining.checkpoint import TrainState
+from pretraining.config import Lowered, lower, read_deepspeed_json
+from pretraining.data import TrainingBatches
+from pretraining.distributed import (
+    Capabilities,
+    World,
+    accumulate_in_fp32,
+    all_sum,
+    all_true,
+    gather_objects,
+    gradient_accumulation,
+)
+from pretraining.model import BertConfig, BertForPreTraining
+from pretraining.optimizer import ConstantSchedule
+from pretraining.order import Order
+from pretraining.trainer import RunSettings, Trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH, FEATURES, CLASSES, STEPS = 24, 12, 5, 3
 # With a large eps the update is smooth in the gradient, so that errors of the gradient stay visible in size.
 ADAMW = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.01, "fused": True}
 CLIP = 0.5
+ENCODER_BATCH = 22
+LONGEST = 24  # tokens
+ENCODER = {
+    "vocab_size": 500,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": LONGEST,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 def make_model() -> torch.nn.Module:
@@ -138,27 +171,67 @@ def case_unequal_micro_steps(world: World) -> dict:
     return {"parameters": float((parameters_of(engine.module) - train_whole_batches()[0]).abs().max())}
 
 
-def case_reductions_per_step(world: World) -> dict:
-    """All-reduces of the backward passes of one step, by number of micro-steps, with and without our context."""
-    counts = {}
-    real = torch.distributed.all_reduce
-    features, _ = batch_of(0)
-    for name, micro_steps, context in (("one", 1, True), ("six", 6, True), ("six without", 6, False)):
-        engine = make_engine(world, make_model())
-        calls = []
+@contextmanager
+def counted_all_reduces():
+    """A list that grows by one for each all-reduce of this rank."""
+    real, calls = torch.distributed.all_reduce, []
 
-        def counting(*arguments, calls=calls, **options):
-            calls.append(1)
-            return real(*arguments, **options)
+    def counting(*arguments, **options):
+        calls.append(1)
+        return real(*arguments, **options)
 
-        torch.distributed.all_reduce = counting
-        with gradient_accumulation(engine, micro_steps) if context else nullcontext():
-            for _ in range(micro_steps):
-                engine.backward(engine(features).sum())
+    torch.distributed.all_reduce = counting
+    try:
+        yield calls
+    finally:
         torch.distributed.all_reduce = real
-        engine.step()
-        counts[name] = len(calls)
+
+
+def case_reductions_per_step(world: World) -> dict:
+    """All-reduces of the backward passes of one step, by number of micro-steps, with and without our context, when
+    the gradients are one bucket and when they are several."""
+    features, _ = batch_of(0)
+    several = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 300}}
+    counts = {}
+    for buckets, changes in (("one bucket", {}), ("several buckets", several)):
+        for name, micro_steps, context in (("one", 1, True), ("six", 6, True), ("six without", 6, False)):
+            engine = make_engine(world, make_model(), **changes)
+            with (
+                counted_all_reduces() as calls,
+                gradient_accumulation(engine, micro_steps) if context else nullcontext(),
+            ):
+                for _ in range(micro_steps):
+                    engine.backward(engine(features).sum())
+            engine.step()
+            counts[f"{name}, {buckets}"] = len(calls)
     return counts
+
+
+def case_deepspeeds_own_accumulation(world: World) -> dict:
+    """How far our steps of 4 micro-steps are from those that DeepSpeed accumulates by itself."""
+    micro_steps, found = 4, {}
+    accumulation = {
+        "gradient_accumulation_steps": micro_steps,
+        "train_batch_size": micro_steps * world.world_size,
+    }
+    for precision, changes in (("fp32", {}), ("bf16", {"data_types": {"grad_accum_dtype": "fp32"}})):
+        ours = make_engine(world, make_model(), precision)
+        accumulate_in_fp32(ours)
+        train_shares(world, ours, micro_steps, precision)
+        theirs = make_engine(world, make_model(), precision, **accumulation, **changes)
+        for step in range(STEPS):
+            features, labels = batch_of(step)
+            for piece in torch.arange(world.rank, BATCH, world.world_size).tensor_split(micro_steps):
+                scores = theirs(features[piece].to(DTYPES[precision]))
+                loss = F.cross_entropy(scores.float(), labels[piece], reduction="sum")
+                # DeepSpeed divides by the micro-steps.
+                theirs.backward(loss * world.world_size / BATCH * micro_steps)
+                theirs.step()
+        found[precision] = float((parameters_of(ours.module) - parameters_of(theirs.module)).abs().max())
+        found[f"{precision} moved"] = float(
+            (parameters_of(make_model()) - parameters_of(ours.module)).abs().max()
+        )
+    return found
 
 
 def case_partition(world: World) -> dict:
@@ -175,19 +248,139 @@ def case_partition(world: World) -> dict:
 
 
 def case_many_micro_steps_in_bf16(world: World) -> dict:
-    """The gradient norm of 1,024 like micro-steps over the norm expected, in fp32 gradients and without."""
-    ratios = {}
+    """The relative error of the gradient of 1,024 micro-steps in bf16, in fp32 gradients and without.
+
+    A linear layer's gradient is the mean of its inputs, so it is known exactly. The inputs scatter around 1, as
+    gradients do that agree on a direction.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = 1 + 0.3 * torch.randn(world.world_size, 1024, 1, 8, generator=generator)
+    inputs = inputs.to(torch.bfloat16)
+    expected = inputs.double().mean(dim=(0, 1, 2))
+    errors = {}
     for name, prepare in (("fp32 gradients", accumulate_in_fp32), ("as DeepSpeed does", lambda engine: None)):
-        engine = make_engine(world, torch.nn.Linear(4, 1, bias=False), "bf16")
+        engine = make_engine(world, torch.nn.Linear(8, 1, bias=False), "bf16")
         prepare(engine)
-        ones = torch.ones(1, 4, dtype=torch.bfloat16)
         with gradient_accumulation(engine, 1024):
-            for _ in range(1024):
-                engine.backward(engine(ones).sum() * (world.world_size / 1024))
-        engine.step()
-        # Each rank's mean loss has gradient 1 in all 4 weights, and the ranks are averaged.
-        ratios[name] = float(engine.get_global_grad_norm()) / (world.world_size * 2)
-    return ratios
+            for row in inputs[world.rank]:
+                engine.backward(engine(row).sum() / 1024)
+        gradient = safe_get_full_grad(engine.module.weight).double().flatten()
+        errors[name] = float((gradient - expected).norm() / expected.norm())
+    return errors
+
+
+def lower_encoder(world: World, max_instances: int, max_tokens: int | None = None) -> Lowered:
+    """What a run on these ranks would be told about its micro-batches."""
+    content = {
+        "train_batch_size": ENCODER_BATCH,
+        "train_micro_batch_size_per_gpu": max_instances,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": ADAMW["lr"]}},
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        settings = read_deepspeed_json(file.name)
+    machine = {
+        "world_size": world.world_size,
+        "device": "cpu",
+        "capabilities": Capabilities(None, fp16=False),
+    }
+    return lower(settings, **machine, seq_len=LONGEST, micro_batch_tokens=max_tokens)
+
+
+def train_micro_batches(world: World, shard_set: ShardSet, bounds: dict) -> dict:
+    """Three steps of the real loop over batches cut within `bounds`; what this rank saw and the parameters."""
+    model = BertForPreTraining(BertConfig(**ENCODER))
+    engine = make_engine(world, initialised(model))
+    lowered = lower_encoder(world, **bounds)
+    settings = RunSettings(
+        seed=0, seq_len=LONGEST, train_batch_size=ENCODER_BATCH, micro_batch_size=lowered.micro_batch_size,
+        micro_batch_tokens=lowered.micro_batch_tokens, max_micro_steps=lowered.max_micro_steps, precision="fp32",
+        schedule=ConstantSchedule(warmup_max_lr=ADAMW["lr"]), max_steps=10**6, log_interval=0, save_interval=0,
+        eval_interval=0, eval_instances=0, keep=1,
+    )  # fmt: skip
+    state, stop = TrainState(0, 6, 16, ""), SimpleNamespace(raised=lambda: False)
+    trainer = Trainer(engine, world, settings, state, None, shard_set, None, None, stop)
+    batches = batches_of(shard_set, world.rank, world.world_size, **bounds)
+    micro_steps, tokens, losses, all_reduces = [], [], [], []
+    with closing(batches):
+        for share in itertools.islice(batches, STEPS):
+            with counted_all_reduces() as calls:
+                assert trainer.train_step(share)
+            micro_steps.append(len(share.micro_batches))
+            tokens.append(max(len(batch.input_ids) for batch in share.micro_batches))
+            losses.append(trainer._last_sums.reduce(has_next_sentence=True)["loss"])
+            all_reduces.append(len(calls))
+    return {
+        "parameters": parameters_of(engine.module),
+        "micro_steps": micro_steps,
+        "tokens": max(tokens),
+        "losses": losses,
+        "all_reduces": max(all_reduces),
+    }
+
+
+def batches_of(shard_set: ShardSet, rank: int, world_size: int, **bounds) -> TrainingBatches:
+    order = Order(shard_set.block_offsets("train"), 0, 6, 16)
+    return TrainingBatches(
+        order, shard_set, consumed=0, train_batch_size=ENCODER_BATCH, rank=rank, world_size=world_size,
+        masking="dynamic", seed=0, **bounds,
+    )  # fmt: skip
+
+
+def initialised(model: torch.nn.Module) -> torch.nn.Module:
+    """The same weights in every process and every call."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def train_encoder_alone(shard_set: ShardSet) -> tuple[torch.Tensor, list[float]]:
+    """The parameters and losses of one process in plain PyTorch, each batch in one piece."""
+    model = initialised(BertForPreTraining(BertConfig(**ENCODER)))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses = []
+    with closing(batches_of(shard_set, 0, 1, max_instances=ENCODER_BATCH)) as batches:
+        for share in itertools.islice(batches, STEPS):
+            (batch,) = share.micro_batches
+            output = model(batch)
+            loss = output.masked_lm_loss_sum / len(batch.masked_lm_labels)
+            loss = loss + output.next_sentence_loss_sum / ENCODER_BATCH
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return parameters_of(model), losses
+
+
+def case_micro_batches(world: World) -> dict:
+    """The real loop on micro-batches cut in different ways, against one process in plain PyTorch."""
+    shard_set = ShardSet.open(Path(sys.argv[1]).with_name("shards"))
+    expected, losses = train_encoder_alone(shard_set)
+    ways = {
+        "whole shares": {"max_instances": ENCODER_BATCH},
+        "fixed": {"max_instances": 3},
+        "budget": {"max_instances": ENCODER_BATCH, "max_tokens": 60},
+        "tightest": {"max_instances": ENCODER_BATCH, "max_tokens": 24},
+    }
+    seen = {}
+    for name, bounds in ways.items():
+        found = train_micro_batches(world, shard_set, bounds)
+        found["parameters"] = float((found["parameters"] - expected).abs().max())
+        found["losses"] = max(abs(a / b - 1) for a, b in zip(found["losses"], losses, strict=True))
+        found["micro_steps"] = gather_objects(found["micro_steps"])
+        found["tokens"] = max(gather_objects(found["tokens"]))
+        seen[name] = found
+    seen["moved"] = float(
+        (expected - parameters_of(initialised(BertForPreTraining(BertConfig(**ENCODER))))).abs().max()
+    )
+    return seen
 
 
 def case_overflow(world: World) -> dict:

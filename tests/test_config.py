@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.errors import UserError
@@ -221,18 +221,35 @@ def test_batch_triangle(read, train, micro, accumulation, world_size, expected):
     assert lowered.engine_config["gradient_accumulation_steps"] == 1
 
 
-@given(train=st.integers(1, 5000), micro=st.integers(1, 300), world_size=st.integers(1, 64))
-def test_the_micro_steps_are_just_enough(tmp_path_factory, train, micro, world_size):
-    """On any number of ranks the largest share fits into max_micro_steps micro-batches, and not into one less."""
+@settings(deadline=None)
+@given(
+    train=st.integers(1, 5000),
+    micro=st.one_of(st.none(), st.integers(1, 300)),
+    world_size=st.integers(1, 64),
+    seq_len=st.integers(5, 512),
+    longest_fit=st.one_of(st.none(), st.integers(1, 64)),
+)
+def test_the_micro_steps_are_just_enough(tmp_path_factory, train, micro, world_size, seq_len, longest_fit):
+    """On any number of ranks the largest share, all instances as long as may be, fits into max_micro_steps micro-batches
+    and not into one less; without a bound in instances a token budget is the only one."""
     if train < world_size:
         return
+    budget = longest_fit and longest_fit * seq_len + seq_len // 2
     path = tmp_path_factory.getbasetemp() / "triangle.json"
     path.write_text(json.dumps(document(train_batch_size=train, train_micro_batch_size_per_gpu=micro)))
-    lowered = lower(read_deepspeed_json(path), world_size=world_size, device="cpu", capabilities=PLAIN_CPU)
+    lowered = lower(
+        read_deepspeed_json(path),
+        world_size=world_size,
+        device="cpu",
+        capabilities=PLAIN_CPU,
+        seq_len=seq_len,
+        micro_batch_tokens=budget,
+    )
     largest = max(len(range(rank, train, world_size)) for rank in range(world_size))
-    assert (lowered.max_micro_steps - 1) * lowered.micro_batch_size < largest
-    assert largest <= lowered.max_micro_steps * lowered.micro_batch_size
-    assert lowered.micro_batch_size <= micro
+    full = min(lowered.micro_batch_size, longest_fit or largest)
+    assert (lowered.max_micro_steps - 1) * full < largest <= lowered.max_micro_steps * full
+    assert lowered.micro_batch_size == min(largest, micro or (largest if budget else 32))
+    assert lowered.micro_batch_tokens == budget
 
 
 def lowering_error(settings, **machine) -> str:

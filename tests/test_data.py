@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -11,24 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_shards import SPECIAL_IDS, make_block, make_shard_set
 
 from data_prep.counter_rng import Stream, derive, key
 from data_prep.errors import UserError
 from data_prep.masking import draw_masks
-from data_prep.shards import FORMAT, FORMAT_VERSION, MANIFEST, Block, ShardSet, manifest_bytes, write_shard
+from data_prep.shards import Block, ShardSet
 from pretraining.data import (
     BlockCache,
     TrainingBatches,
-    cut_micro_batches,
     evaluation_batches,
     gather_instances,
     load_share,
     mask_policy,
 )
+from pretraining.micro_batches import cut_micro_batches
 from pretraining.order import Order, share
 
-VOCAB_SIZE = 500
-SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 SEED = 77
 TENSORS = (
     "input_ids",
@@ -39,45 +39,6 @@ TENSORS = (
     "masked_lm_labels",
     "next_sentence_labels",
 )
-
-
-def make_block(rng: np.random.Generator, n: int, max_length: int, sentence_task: bool) -> Block:
-    lengths = rng.integers(5, max_length + 1, n)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32)
-    tokens = rng.integers(5, VOCAB_SIZE, offsets[-1]).astype(np.uint16)
-    segment_a = (lengths - 2 if sentence_task else lengths).astype(np.uint16)
-    tokens[offsets[:-1]] = SPECIAL_IDS["cls"]
-    tokens[offsets[1:] - 1] = SPECIAL_IDS["sep"]
-    masked = [np.sort(rng.choice(np.arange(1, k - 1), max(1, k // 7), replace=False)) for k in lengths]
-    mask_offsets = np.concatenate([[0], np.cumsum([len(m) for m in masked])]).astype(np.uint32)
-    inputs = rng.integers(4, VOCAB_SIZE, mask_offsets[-1]).astype(np.uint16)
-    labels = rng.integers(0, 2, n).astype(np.uint8) if sentence_task else None
-    positions = np.concatenate(masked).astype(np.uint16)
-    return Block(tokens, offsets, segment_a, labels, mask_offsets, positions, inputs)
-
-
-def make_shard_set(folder, train_sizes, eval_sizes=((7, 3),), max_length=24, sentence_task=True) -> ShardSet:
-    """A shard set of random instances through the real writer; sizes are the blocks of each shard."""
-    rng = np.random.default_rng(5)
-    splits = {}
-    for split, shards in (("train", train_sizes), ("eval", eval_sizes)):
-        entries = [
-            write_shard(
-                folder / f"{split}-{number:06d}.tar",
-                [make_block(rng, size, max_length, sentence_task) for size in sizes],
-            )
-            for number, sizes in enumerate(shards)
-        ]
-        splits[split] = {"shards": entries}
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "settings": {"masked_lm_prob": 0.2, "max_predictions": 4},
-        "tokenizer": {"vocab_size": VOCAB_SIZE, "special_ids": SPECIAL_IDS, "files": {}},
-        "splits": splits,
-    }
-    (folder / MANIFEST).write_bytes(manifest_bytes(manifest))
-    return ShardSet.open(folder)
 
 
 @pytest.fixture(scope="module")
@@ -249,18 +210,33 @@ def test_masks_change_with_the_epoch_only_if_dynamic(order, shard_set):
         assert np.mean([a[tokens] == b[tokens] for tokens in a]) < 0.3
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 12, 17, 60])
-def test_the_global_batch_is_the_same_on_every_cluster(order, shard_set, world_size):
-    """Masked instances of all ranks together = those of one rank, with more ranks than instances too."""
-    alone = steps_of(order, shard_set, 30)
-    ranks = [steps_of(order, shard_set, 30, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for step, parts in zip(alone, zip(*ranks, strict=True), strict=True):
-        together = itertools.chain(*(part.micro_batches for part in parts))
-        assert split_up(together) == split_up(step.micro_batches)
-        assert sum(part.masked_lm_count for part in parts) == step.masked_lm_count
-        assert sum(part.tokens for part in parts) == step.tokens
-    if world_size > 40:
-        assert any(len(part.micro_batches) == 0 and part.max_length == 0 for part in ranks[-1])
+def test_the_global_batch_is_the_same_on_every_layout(order, shard_set):
+    """Masked instances of all ranks together = those of one rank, for any ranks × micro-batch × token budget × depth,
+    over an epoch's end and around skipped ranges."""
+    rng = np.random.default_rng(8)
+    for skipped in ((), [(963, 975), (1001, 1005), (1030, 1061)]):
+        whole = {"consumed": 940, "skipped_ranges": skipped}
+        alone = [
+            split_up(step.micro_batches) for step in steps_of(order, shard_set, 3, max_instances=40, **whole)
+        ]
+        for world_size in (1, 2, 3, 5, 17, 60):
+            layout = {"max_instances": int(rng.integers(1, 50)), "depth": int(rng.integers(1, 9))}
+            layout["max_tokens"] = int(rng.integers(24, 200)) if rng.random() < 0.7 else None
+            ranks = [
+                steps_of(order, shard_set, 3, rank=rank, world_size=world_size, **layout, **whole)
+                for rank in range(world_size)
+            ]
+            for expected, parts in zip(alone, zip(*ranks, strict=True), strict=True):
+                found = [split_up(part.micro_batches) for part in parts]
+                assert sorted(itertools.chain(*found)) == expected, (world_size, layout)
+                assert [part.instances for part in parts] == [len(instances) for instances in found]
+                assert max(map(len, found)) == -(-40 // world_size)
+                assert min(map(len, found)) == 40 // world_size
+                for part in parts:
+                    assert part.tokens == sum(len(batch.input_ids) for batch in part.micro_batches)
+                    assert part.masked_lm_count == sum(len(b.masked_lm_labels) for b in part.micro_batches)
+    idle = [part for part in itertools.chain(*ranks) if not part.instances]
+    assert len(idle) == 3 * 20 and {(len(part.micro_batches), part.max_length) for part in idle} == {(0, 0)}
 
 
 def test_a_seek_gives_what_a_replay_gives(order, shard_set):
@@ -271,13 +247,6 @@ def test_a_seek_gives_what_a_replay_gives(order, shard_set):
         for a, b in zip(sought, replayed[first:], strict=False):
             assert (a.start, a.stop) == (b.start, b.stop)
             assert contents(a) == contents(b)
-
-
-def test_prefetch_depth_changes_nothing(order, shard_set):
-    """Depths of 1, 2 and 9 yield the same steps."""
-    reference = [contents(step) for step in steps_of(order, shard_set, 20, depth=1)]
-    for depth in (2, 9):
-        assert [contents(step) for step in steps_of(order, shard_set, 20, depth=depth)] == reference
 
 
 def test_prefetch_stays_its_depth_ahead(order, shard_set):
@@ -309,28 +278,59 @@ def test_skipped_ranges_are_left_out(order, shard_set):
     assert contents(step) == [as_lists(batch) for batch in expected]
 
 
-def test_blocks_are_read_as_the_order_promises(tmp_path):
-    """One rank reads each block once per epoch and once more per lane cut in it; R ranks no more."""
-    shard_set = make_shard_set(tmp_path, [(64,) * 40], max_length=8)
-    total, lanes = 64 * 40, 6
-    order = Order(shard_set.block_offsets("train"), SEED, lanes=lanes, window=32)
-    lane_starts, _ = order.lane_span(np.arange(lanes))
-    cuts = sum(int(start) % 64 != 0 for start in lane_starts[1:])
-    for world_size in (1, 2, 3, 6):
-        read = 0
-        for rank in range(world_size):
-            with closing(
-                batches_of(order, shard_set, rank=rank, world_size=world_size, train_batch_size=total // 20)
-            ) as batches:
-                instances = sum(step.instances for step in itertools.islice(batches, 20))
-                assert abs(instances - total / world_size) <= 20
-            batches.close()
-            cache = BlockCache(shard_set, "train")
-            for start in range(0, total, 128):
-                g = share(start, start + 128, rank, world_size)
+class CountingShardSet:
+    """A ShardSet that counts what is read from its tars."""
+
+    def __init__(self, shard_set: ShardSet):
+        self._shard_set = shard_set
+        shards = shard_set.manifest["splits"]["train"]["shards"]
+        self.lengths = np.array([block[1] for shard in shards for block in shard["blocks"]])
+        self.reads: list[int] = []
+
+    def __getattr__(self, name):
+        return getattr(self._shard_set, name)
+
+    def read_block(self, split: str, number: int) -> Block:
+        self.reads.append(number)
+        return self._shard_set.read_block(split, number)
+
+
+def blocks_of_lanes(order: Order, lanes: np.ndarray, epoch: int) -> list[int]:
+    """Each lane's blocks, by asking for every instance of the lane."""
+    found = []
+    for lane in lanes.tolist():
+        n = np.arange(lane, order.instances_per_epoch, order.lanes)
+        storage = order.instances(epoch * order.instances_per_epoch + n)
+        found += np.unique(np.searchsorted(order.block_offsets, storage, side="right") - 1).tolist()
+    return found
+
+
+def test_ranks_read_what_was_stated(tmp_path):
+    """Over an epoch a rank reads the blocks of its L/gcd(R, L) lanes, each once per lane (a block on a cut belongs to
+    two lanes, and at most one cut begins a lane), and so R/gcd(R, L) times the bytes of its share."""
+    shard_set = make_shard_set(tmp_path, [(16,) * 120, (16,) * 60], max_length=8)
+    order = Order(shard_set.block_offsets("train"), SEED, lanes=12, window=20)
+    total, lanes = order.instances_per_epoch, order.lanes
+    epochs = {1: 0, 3: 0, 4: 1, 5: 0, 8: 2, 12: 0, 60: 0}
+    for world_size, epoch in epochs.items():
+        gcd = math.gcd(world_size, lanes)
+        for rank in {0, world_size - 1}:
+            counting = CountingShardSet(shard_set)
+            cache = BlockCache(counting, "train")
+            for start in range(epoch * total, (epoch + 1) * total, 200):
+                g = share(start, min(start + 200, (epoch + 1) * total), rank, world_size)
                 load_share(order, cache, g, masking="static", seed=0, policy=None)
-            read += cache.blocks_read
-        assert 40 <= read <= 40 + cuts
+            opened = order.lanes_of_rank(rank, world_size, epoch)
+            promised = blocks_of_lanes(order, opened, epoch)
+            # Less where a block is there already because of another lane, or holds nothing for this one of the ranks.
+            assert set(counting.reads) <= set(promised) and len(counting.reads) <= len(promised)
+            if world_size == gcd:
+                assert set(counting.reads) == set(promised)
+            read, everything = counting.lengths[counting.reads].sum(), counting.lengths.sum()
+            stated = world_size // gcd * everything / world_size
+            on_cuts = 2 * len(opened) * counting.lengths.max()
+            assert 0.95 * stated - on_cuts <= read <= stated + on_cuts, (world_size, rank)
+            assert cache.blocks_read == len(counting.reads)
 
 
 def test_memory_is_flat_over_epochs(tmp_path):
@@ -451,6 +451,8 @@ def test_cutting(n, max_instances, max_tokens, seed):
     for batch in found:
         assert len(batch.lengths) <= max_instances
         assert batch.lengths.sum() <= limit or len(batch.lengths) == 1
+    if limit >= lengths.max():
+        assert len(found) <= -(-n // min(max_instances, limit // int(lengths.max())))
     for batch, following in itertools.pairwise(found):
         full = len(batch.lengths) == max_instances
         assert full or batch.lengths.sum() + following.lengths[0] > limit
@@ -481,7 +483,8 @@ def test_evaluation_sees_everything_once(shard_set, world_size, limit, count, mo
     """All ranks together evaluate each held-out instance once, with its stored masks."""
     monkeypatch.setattr("pretraining.data._EVALUATION_POOL", 20)
     found = [
-        list(evaluation_batches(shard_set, "eval", rank, world_size, 8, limit)) for rank in range(world_size)
+        list(evaluation_batches(shard_set, "eval", rank, world_size, 8, limit, max_tokens=90))
+        for rank in range(world_size)
     ]
     expected = collate([read_instance(shard_set, "eval", number) for number in range(count)])
     everything = itertools.chain(*found)
@@ -490,7 +493,7 @@ def test_evaluation_sees_everything_once(shard_set, world_size, limit, count, mo
     assert sum(len(batch.lengths) for rank in found for batch in rank) == len(expected["lengths"])
     for rank, batches in enumerate(found):
         assert sum(len(batch.lengths) for batch in batches) == len(range(rank, count, world_size))
-        assert all(len(batch.lengths) <= 8 for batch in batches)
+        assert all(len(batch.lengths) <= 8 and len(batch.input_ids) <= 90 for batch in batches)
 
 
 def test_mask_policy_is_that_of_the_shards(shard_set):

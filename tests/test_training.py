@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -24,12 +26,15 @@ from data_prep.workers import work_lock
 from pretraining.arguments import identity, parse_arguments, prepare
 from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import TrainingBatches, evaluation_batches
+from pretraining.distributed import World
+from pretraining.launch import _batches, _run_settings
 from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
 from pretraining.optimizer import learning_rate, parameter_groups
 from pretraining.order import Order
 from pretraining.run import main
 from pretraining.stop import STOP_SIGNALS, StopFlag
+from pretraining.trainer import Trainer
 
 BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 GOLDEN = Path(__file__).parent / "golden" / "tiny_losses.json"
@@ -353,6 +358,27 @@ def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_the_token_budget_reaches_the_loop(shards, tmp_path, monkeypatch):
+    """--micro_batch_tokens bounds what a rank computes at once, here and in the evaluation, and --dry_run says so."""
+    options = ["--deepspeed_config", str(deepspeed_json(tmp_path)), "--data", str(shards), "--model", "tiny"]
+    preparation = prepare(parse_arguments([*options, "--micro_batch_tokens", "100"]), 1)
+    state = TrainState(0, 384, 256, preparation.shard_set.manifest_sha256)
+    with closing(_batches(preparation, World(0, 0, 1, torch.device("cpu")), state)) as batches:
+        sizes = [[len(batch.input_ids) for batch in next(batches).micro_batches] for _ in range(5)]
+    assert 48 < max(map(max, sizes)) <= 100
+    assert len(set(map(len, sizes))) > 1 and max(map(len, sizes)) <= preparation.lowered.max_micro_steps == 7
+    settings = _run_settings(preparation)
+    assert (settings.micro_batch_tokens, settings.max_micro_steps) == (100, 7)
+    seen, model = [], BertForPreTraining(preparation.config)
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0].input_ids)))
+    monkeypatch.setattr("pretraining.trainer.all_sum", list)
+    here = SimpleNamespace(module=model), World(0, 0, 1, torch.device("cpu"))
+    Trainer(*here, settings, state, None, preparation.shard_set, None, None, None).evaluate()
+    held_out = preparation.shard_set.manifest["splits"]["eval"]["counts"]["tokens"]
+    assert max(seen) <= 100 and sum(seen) == held_out
+    assert "in up to 7 micro-batches of 4 and 100 tokens" in "\n".join(preparation.describe(1))
+
+
 def test_golden_losses(shards, one_rank):
     """The losses of a small run are those that were written down, to the last bit on a like processor and torch."""
     losses = [line["train/loss"] for line in metrics(one_rank) if "train/loss" in line]
@@ -419,6 +445,9 @@ def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
     assert "--seq_len 64: the shards" in refused(capsys, *start, str(shards), "--seq_len", "64")
     assert "--max_position_embeddings 48" in refused(
         capsys, *start, str(shards), "--max_position_embeddings", "32"
+    )
+    assert "--micro_batch_tokens 47: the shards" in refused(
+        capsys, *start, str(shards), "--micro_batch_tokens", "47"
     )
     deepspeed_json(tmp_path, train_batch_size=100_000)
     assert "is more than the" in refused(capsys, *start, str(shards))
