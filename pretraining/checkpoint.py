@@ -79,6 +79,11 @@ class Checkpoint:
         """The train state at its step."""
         return TrainState.from_dict(self.manifest["train_state"])
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved it."""
+        return self.manifest["world_size"]
+
 
 class Checkpoints:
     """The checkpoints of one run.
@@ -120,7 +125,7 @@ class Checkpoints:
         writer = _Writer(engine.checkpoint_engine)
         engine.checkpoint_engine = writer
         try:
-            # The universal form, for other numbers of ranks, is converted from these files and asks for this.
+            # For who converts it with DeepSpeed's own tool; a run here reads the files as they are.
             client_state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
             engine.save_checkpoint(
                 str(self.folder), tag=partial.name, client_state=client_state, save_latest=False
@@ -228,8 +233,7 @@ class Checkpoints:
         Raises:
             UserError: naming each setting, its old and its new value.
         """
-        old = checkpoint.manifest["identity"] | {"world_size": checkpoint.manifest["world_size"]}
-        new = json.loads(json.dumps(self.identity)) | {"world_size": self.world_size}
+        old, new = checkpoint.manifest["identity"], json.loads(json.dumps(self.identity))
         if old != new:
             raise UserError(
                 f"{checkpoint.path}: the run was made with other settings ({differences(old, new)}); give the old ones "
@@ -329,12 +333,3 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     if faults:
         raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
     return Checkpoint(path, manifest)
-
-
-def load(engine, checkpoint: Checkpoint) -> None:
-    """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine."""
-    loaded, _ = engine.load_checkpoint(
-        str(checkpoint.path.parent), tag=checkpoint.path.name, load_lr_scheduler_states=False
-    )
-    if loaded is None:
-        raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")
