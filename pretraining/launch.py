@@ -17,7 +17,7 @@ from data_prep.shards import TOKENIZER_FOLDER, ShardSet, file_sha256, sync, writ
 from data_prep.workers import work_lock
 from pretraining import distributed
 from pretraining.arguments import Preparation, identity
-from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState
+from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_step
 from pretraining.data import TrainingBatches
 from pretraining.distributed import World, accumulate_in_fp32, gather_objects, import_deepspeed
 from pretraining.metrics import ProgressLine, Recorder, write_status
@@ -45,16 +45,19 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
     def leave_status(state: str, reason: str) -> None:
         if world.rank == 0 and is_ours:
-            write_status(folder, state, reason, trainer.state.step if trainer else 0)
+            write_status(folder, state, reason, trainer.state.step if trainer else newest_step(folder))
 
     lock = ExitStack()
     try:
         _take_folder(folder, world, lock)
         is_ours = True
-        trainer, batches = _build(preparation, world, stop, started)
-        leave_status("running", "")
-        with closing(batches):
-            finished = trainer.run(batches)
+        finished = False
+        # A signal during start-up should not wait for a large model to be built and loaded.
+        if not any(gather_objects(stop.raised())):
+            trainer, batches = _build(preparation, world, stop, started)
+            leave_status("running", "")
+            with closing(batches):
+                finished = trainer.run(batches)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
             _say_end(preparation, world.rank)
@@ -63,7 +66,7 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         leave_status("stopped", reason)
         if world.rank == 0:
             stop.clear()
-            step = trainer.state.step
+            step = trainer.state.step if trainer else newest_step(folder)
             print(f"stopped by {reason}; the same command goes on from step {step:,}", flush=True)
         return EXIT_STOPPED
     except UserError as error:
@@ -77,6 +80,7 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         leave_status("failed", "interrupted twice; what came after the last checkpoint is lost")
         raise
     finally:
+        stop.ignore()
         lock.close()
         distributed.shutdown()
 
@@ -99,6 +103,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
     ranks = world.rank, world.world_size
     checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
+    checkpoints.remove_partial()
     checkpoint = checkpoints.newest_whole()
     if checkpoint:
         if arguments.resume == "never":
@@ -149,6 +154,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         eval_interval=arguments.eval_interval,
         eval_instances=arguments.eval_instances,
         keep=arguments.keep,
+        keep_every=arguments.keep_every,
     )
 
 

@@ -81,6 +81,7 @@ class RunSettings:
     eval_interval: int
     eval_instances: int
     keep: int
+    keep_every: int
 
 
 class Trainer:
@@ -140,12 +141,18 @@ class Trainer:
                     self.save()
                 if finished:
                     break
-        self.save()
+        with self.stop.unmoved():
+            self.save()
+            self._publish()
         return finished
 
     def train_step(self, share: StepShare) -> bool:
         """Train on one global batch; False, and nothing done, if some rank was asked to stop."""
-        masked, tokens, stop = all_sum([share.masked_lm_count, share.tokens, self.stop.raised()])
+        masked, tokens, stop, written = all_sum(
+            [share.masked_lm_count, share.tokens, self.stop.raised(), self.checkpoints.is_written]
+        )
+        if written == self.world.world_size:
+            self._publish()
         if stop:
             return False
         sums = self._forward_backward(share, masked)
@@ -221,6 +228,7 @@ class Trainer:
         if not math.isfinite(means["loss"]) and not (
             self.settings.precision == "fp16" and self._last_skipped
         ):
+            self._publish()
             raise UserError(
                 f"step {self.state.step:,}: the loss is {means['loss']}: the run has diverged; nothing was saved since "
                 f"step {self._saved_step:,}; lower the learning rate or lengthen the warm-up, with another --output"
@@ -252,19 +260,26 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Save a checkpoint, unless this step has one."""
+        """Begin to save a checkpoint, unless this step has one; training may go on meanwhile."""
         if self.state.step == self._saved_step:
             return
         started = time.monotonic()
         self._finite(self._last_sums.reduce(self.engine.module.next_sentence_head is not None))
         if self.recorder:
             self.recorder.flush()
-        path = self.checkpoints.save(self.engine, self.state)
-        self.checkpoints.prune(self.settings.keep)
+        self._publish()
+        self.checkpoints.save(self.engine, self.state)
         self._saved_step = self.state.step
         self._logged_at += time.monotonic() - started
+
+    def _publish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and make it the newest."""
+        path = self.checkpoints.finish()
+        if path is None:
+            return
+        self.checkpoints.prune(self._saved_step, self.settings.keep, self.settings.keep_every)
         if self.progress:
-            self.progress.say(f"step {self.state.step:,}: saved {path}")
+            self.progress.say(f"step {self._saved_step:,}: saved {path}")
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -5,18 +5,32 @@ ranks are real processes, joined through RANK, WORLD_SIZE and the rest, and can 
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 from data_prep.errors import run_program
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["forked_ranks_imports"])
+
+
+@functools.cache
+def start_server() -> None:
+    """Start the process that the ranks are forked from."""
+    CONTEXT.set_forkserver_preload(["forked_ranks_imports"])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server is told this process's sys.path, but Python 3.11 does not use it.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 def free_port() -> int:
@@ -53,7 +67,7 @@ class Ranks:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"rank-{rank}.log" for rank in range(count)]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        common |= {"OMP_NUM_THREADS": "1"}
+        start_server()
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -61,7 +75,9 @@ class Ranks:
             process.start()
             self.processes.append(process)
 
-    def signal_when(self, condition: Callable[[], object], number: int, ranks: list[int] | None = None) -> None:
+    def signal_when(
+        self, condition: Callable[[], object], number: int, ranks: list[int] | None = None
+    ) -> None:
         """Send a signal to the ranks (default: all) as soon as the condition holds."""
         deadline = time.monotonic() + 200
         while not condition():

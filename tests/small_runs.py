@@ -71,4 +71,5 @@ def write_run(folder: Path, model: BertForPreTraining, tokenizer: Path, step: in
     identity = {"model": model.config.to_dict(), "precision": "fp32"}
     checkpoints = Checkpoints(folder, identity, 0, 1, lambda value: [value], print)
     shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-    return checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))
+    checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))
+    return checkpoints.finish()
