@@ -11,11 +11,11 @@ from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.model import BertConfig, BertForPreTraining
 
 
-def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300) -> Path:
+def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300, eval_fraction: float = 0.1) -> Path:
     """A SentencePiece tokenizer of made-up text, in folder/tokenizer."""
     text = write_corpus(folder / "tokenizer_text.txt", make_documents(150, seed=seed))
     output = folder / "tokenizer"
-    options = ["--vocab_size", str(vocab_size), "--workers", "1", "--eval_fraction", "0.1"]
+    options = ["--vocab_size", str(vocab_size), "--workers", "1", "--eval_fraction", str(eval_fraction)]
     assert not data_prep(["tokenizer", "--input", str(text), "--output", str(output), *options])
     return output
 
