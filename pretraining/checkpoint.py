@@ -141,6 +141,10 @@ class Checkpoints:
             torch.distributed.barrier()
         finally:
             engine.checkpoint_engine = writer.inner
+        # Asked before, since until the attempt had failed nobody else could write on a disk that it fills.
+        needed = sum(self._gather(writer.bytes))
+        if self.rank == 0 and not writer.problem:
+            writer.problem = _lack_of_room(self.folder, needed)
         manifest = {
             "format_version": FORMAT_VERSION,
             "world_size": self.world_size,
@@ -178,7 +182,8 @@ class Checkpoints:
     def _agree(self, problem: Exception | None, value: object) -> list:
         """Wait for all ranks and return their values; if one has a problem, all of them end with it."""
         full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
-        answers = self._gather(((str(problem), full) if problem else None, value))
+        text = problem.strerror if full else str(problem)
+        answers = self._gather(((text, full) if problem else None, value))
         problems = [answer for answer, _ in answers if answer]
         if problems:
             text, full = problems[0]
@@ -277,6 +282,15 @@ class Checkpoints:
                 f"{checkpoint.path}: the run was made with other settings ({differences(old, new)}); give the old ones "
                 "again, or start a new run with another --output"
             )
+
+
+def _lack_of_room(folder: Path, needed: int) -> OSError | None:
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return None
+    return OSError(
+        errno.ENOSPC, f"No space left on device: {needed:,} bytes are needed and {free:,} are free"
+    )
 
 
 def _checked_entries(manifest: dict) -> list[tuple[str, dict]]:

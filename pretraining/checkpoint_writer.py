@@ -49,6 +49,11 @@ class Writer:
             torch.save(state_dict, copy)
         self._copies[Path(path)] = copy.chunks
 
+    @property
+    def bytes(self) -> int:
+        """What `start` is going to write."""
+        return sum(len(chunk) for chunks in self._copies.values() for chunk in chunks)
+
     def start(self) -> None:
         """Write the copies in a thread; what they were made of may change from here on."""
         # A daemon: a run that ends with an error must not wait for its disk.

@@ -45,7 +45,10 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
     def leave_status(state: str, reason: str) -> None:
         if world.rank == 0 and is_ours:
-            write_status(folder, state, reason, trainer.state.step if trainer else newest_step(folder))
+            try:
+                write_status(folder, state, reason, trainer.state.step if trainer else newest_step(folder))
+            except OSError as problem:
+                print(f"{folder}: its status could not be written ({problem})", flush=True)
 
     lock = ExitStack()
     try:

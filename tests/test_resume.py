@@ -1,6 +1,7 @@
 """Runs that are killed, stopped and started again, on as many ranks as before and on others."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -337,6 +338,23 @@ def test_training_goes_on_while_a_checkpoint_is_written(run_of, tmp_path, monkey
     assert checkpoints.finish() is None and not checkpoints.is_written
 
 
+def test_a_disk_that_fills_up_meanwhile_leaves_the_old_checkpoint_good(run_of, monkeypatch):
+    """A thread that runs out of room is reported by finish; the part that it wrote is removed."""
+
+    def full(path: Path, _chunks: list[bytes]) -> dict:
+        path.write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoints = run_of(2)
+    monkeypatch.setattr(checkpoint_writer, "_write", full)
+    with pytest.raises(
+        UserError, match="could not be written .No space left on device.; make room on the disk"
+    ):
+        run_of(4)
+    assert [path.name for path in checkpoints.folder.glob("step-*")] == ["step-00000002"]
+    assert checkpoints.newest_whole().state.step == 2
+
+
 def test_further_signals_during_the_last_save_change_nothing(shards, tmp_path):
     """After SIGTERM, all stop signals again and again until the end, Ctrl-C too: exit 75, a whole checkpoint."""
     output = tmp_path / "run"
@@ -367,8 +385,20 @@ def test_a_failing_save_ends_all_ranks(shards, tmp_path):
     assert not list((output / "checkpoints").glob("step-*"))
 
 
+def test_metrics_that_cannot_be_written_end_all_ranks(shards, tmp_path):
+    """Metrics on a full disk end both ranks with one sentence, and no checkpoint lacks the lines before it."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "metrics.jsonl").symlink_to("/dev/full")
+    ranks = Ranks(program(shards, output, "--save_interval", "1"), 2, tmp_path / "logs")
+    assert ranks.wait() == [2, 2]
+    printed = ranks.printed()
+    assert "metrics could not be written" in printed and "No space left on device" in printed
+    assert "Traceback" not in printed and not (output / "checkpoints").exists()
+
+
 def test_a_signal_during_start_up_is_not_lost(shards, tmp_path):
-    """USR1 as soon as it can be caught, long before torch is imported: exit 75, and neither model nor checkpoint."""
+    """USR1 as soon as it can be caught, before torch is imported, and SIGTERM until the end: exit 75, no model is made."""
     output = tmp_path / "run"
     run_py = Path(__file__).parent.parent / "pretraining" / "run.py"
     argv = [sys.executable, str(run_py), *program(shards, output)]
@@ -382,6 +412,9 @@ def test_a_signal_during_start_up_is_not_lost(shards, tmp_path):
             caught = int((place / "status").read_text().partition("SigCgt:")[2].split()[0], 16)
         assert "libtorch" not in (place / "maps").read_text()
         process.send_signal(signal.SIGUSR1)
+        while process.poll() is None:  # until Python itself has ended
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.005)
         printed = process.stdout.read().decode()
     assert process.returncode == 75, printed
     status = json.loads((output / "status.json").read_text())
