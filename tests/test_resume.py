@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ from training_runs import (
 from data_prep.errors import UserError
 from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet, file_sha256
-from pretraining import checkpoint_writer
-from pretraining.checkpoint import Checkpoints
+from pretraining import checkpoint_writer, launch
+from pretraining.arguments import parse_arguments, prepare
+from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState
+from pretraining.distributed import World
 from pretraining.repartition import MOMENTS, PADDINGS, STATES, WEIGHTS, Group, repartition
 
 STEPS = 14
@@ -228,6 +231,21 @@ def test_run_in_bf16_goes_on_with_other_ranks(shards, tmp_path):
     assert relative_difference(alone, moved)["weights"] < 0.05
 
 
+def test_dropout_on_other_ranks_is_said_to_differ(shards, tmp_path):
+    """Going on with another number of ranks is one line more with dropout, none without, none on the same ranks."""
+    lines = {}
+    for dropout, before in (("0.1", 3), ("0", 3), ("0.1", 2)):
+        preparation = prepare(parse_arguments(program(shards, tmp_path / "run", "--dropout", dropout)), 2)
+        state = asdict(TrainState(0, 384, 256, "", step=1200, consumed=15600))
+        checkpoint = Checkpoint(tmp_path, {"train_state": state, "world_size": before})
+        lines[dropout, before] = launch._going_on(
+            preparation, World(0, 0, 2, torch.device("cpu")), checkpoint
+        )
+    moved = "going on from step 1,200 on 2 ranks (was on 3), 15,600 instances read"
+    assert lines["0", 3] == [moved] and lines["0.1", 3][0] == moved and "other draws" in lines["0.1", 3][1]
+    assert lines["0.1", 2] == ["going on from step 1,200 on 2 ranks, 15,600 instances read"]
+
+
 def made_up_states(ranks: int, numels: list[int], draw: torch.Generator) -> tuple[list[dict], list[Group]]:
     """States as DeepSpeed saves them: the end padded to 2 · ranks numbers, the weights without that padding."""
     states = [
@@ -317,8 +335,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(run_of, tmp_path, monkey
     """save returns before a byte is on the disk, and what is written are the numbers of that moment."""
     from small_runs import _Engine
 
-    from pretraining.checkpoint import TrainState
-
     gate, real = threading.Event(), checkpoint_writer._write
     monkeypatch.setattr(checkpoint_writer, "_write", lambda *file: gate.wait(60) and real(*file))
     model = random_model(tiny_config())
@@ -356,10 +372,11 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_checkpoint_good(run_of, m
 
 
 def test_further_signals_during_the_last_save_change_nothing(shards, tmp_path):
-    """After SIGTERM, all stop signals again and again until the end, Ctrl-C too: exit 75, a whole checkpoint."""
+    """After Ctrl-C, all stop signals again and again while it saves, a second Ctrl-C too: exit 75, a whole checkpoint."""
     output = tmp_path / "run"
     ranks = Ranks(program(shards, output), 2, tmp_path / "logs")
-    ranks.signal_when(lambda: logged_step(output) >= 2, signal.SIGTERM)
+    ranks.signal_when(lambda: logged_step(output) >= 2, signal.SIGINT)
+    # Ranks save after they have met, so all of them are at it when the first one makes the folder.
     ranks.signal_when(lambda: list((output / "checkpoints").glob("*.partial")), signal.SIGINT)
     while any(process.exitcode is None for process in ranks.processes):
         for process in ranks.processes:
