@@ -1,8 +1,6 @@
 """The wish to stop early: a signal or a file, remembered until a step's end."""
 
-import contextlib
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 STOP_FILE = "STOP"
@@ -18,13 +16,12 @@ class StopFlag:
 
     def __init__(self, run_folder: Path | None = None):
         self._file = run_folder and run_folder / STOP_FILE
-        self._unmoved = False
         self.reason: str | None = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._catch)
 
     def _catch(self, number: int, _frame) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT" and not self._unmoved:
+        if number == signal.SIGINT and self.reason == "SIGINT":
             raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name
 
@@ -38,17 +35,8 @@ class StopFlag:
             self.reason = f"the file {self._file}"
         return self.reason is not None
 
-    @contextlib.contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """The last checkpoint is being saved: no further signal changes anything."""
-        self._unmoved = True
-        try:
-            yield
-        finally:
-            self._unmoved = False
-
     def ignore(self) -> None:
-        """The end of the run is settled; Python's own end would put the signals' deadly defaults back."""
+        """How the run ends is settled: from its last save until Python's own end no signal changes anything."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

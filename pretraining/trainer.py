@@ -142,9 +142,9 @@ class Trainer:
                     self.save()
                 if finished:
                     break
-        with self.stop.unmoved():
-            self.save()
-            self._publish()
+        self.stop.ignore()
+        self.save()
+        self._publish()
         return finished
 
     def train_step(self, share: StepShare) -> bool:
