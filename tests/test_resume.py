@@ -94,6 +94,10 @@ def undisturbed_and_killed(shards: Path, folder: Path, **changes) -> tuple[Path,
     kill_when(lambda: is_saving(killed, 6))
     assert is_saving(killed, 6) and evaluated_steps(killed) == [6]
     kill_when(lambda: logged_step(killed) >= 11)
+    # What earlier kills can have left behind.
+    (killed / "checkpoints" / "step-00000099.partial").mkdir()
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 12, "train/lo')
     run(argv, 2, folder / "logs")
     return undisturbed, killed
 
@@ -125,11 +129,13 @@ def test_random_kills_change_nothing(shards, tmp_path, changes):
     draw = random.Random(4)
     undisturbed, killed = tmp_path / "a" / "run", tmp_path / "b" / "run"
     options = ("--save_interval", "1", "--eval_interval", "2", "--eval_instances", "40", "--keep", "2")
+    started = time.monotonic()
     run(program(shards, undisturbed, *options, **changes), 2, tmp_path / "logs")
+    whole = time.monotonic() - started
     argv, kills = program(shards, killed, *options, **changes), 0
     while True:
         ranks = Ranks(argv, 2, tmp_path / "logs")
-        moment = time.monotonic() + draw.uniform(0, 2 if draw.random() < 0.2 else 6)
+        moment = time.monotonic() + draw.uniform(0, whole)
         while time.monotonic() < moment and ranks.processes[0].exitcode is None:
             time.sleep(0.002)
         if ranks.processes[0].exitcode == 0:
@@ -138,7 +144,7 @@ def test_random_kills_change_nothing(shards, tmp_path, changes):
         ranks.wait()
         kills += 1
         assert kills < 100
-    assert ranks.wait() == [0, 0] and kills >= 3
+    assert ranks.wait() == [0, 0] and kills >= 1
     print(f"{kills} kills")
     assert_same_run(undisturbed, killed)
 
