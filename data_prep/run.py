@@ -1,5 +1,6 @@
-"""Raw text to a tokenizer and to shards of MLM/NSP instances.
+"""Raw text to a tokenizer and to shards of MLM/NSP instances, and rows held out for a score.
 
+python data_prep/run.py split     --input reviews.csv --output data/reviews --dev_fraction 0.03 --test_fraction 0.06
 python data_prep/run.py tokenizer --input TEXT --output data/tokenizer
 python data_prep/run.py shards    --input TEXT --tokenizer data/tokenizer --output data/shards
 python data_prep/run.py inspect   data/shards
@@ -10,6 +11,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,44 +36,60 @@ def main(argv: list[str] | None = None) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data_prep/run.py", description=__doc__, formatter_class=Help)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer", formatter_class=Help)
+
+    def add_command(name: str, function: Callable, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, formatter_class=Help)
+        command.set_defaults(command=function)
+        return command
+
+    _add_split_options(add_command("split", split_rows, "hold rows out for a score"))
+    tokenizer = add_command("tokenizer", train, "train a SentencePiece tokenizer")
     _add_input_options(tokenizer)
     _add_tokenizer_options(tokenizer)
-    tokenizer.set_defaults(command=train)
-    shards = commands.add_parser("shards", help="make shards of training instances", formatter_class=Help)
+    shards = add_command("shards", make_shards, "make shards of training instances")
     _add_input_options(shards)
     _add_shard_options(shards)
-    shards.set_defaults(command=make_shards)
-    inspect = commands.add_parser(
-        "inspect", help="print instances and statistics of shards", formatter_class=Help
-    )
+    inspect = add_command("inspect", inspect_shards, "print instances and statistics of shards")
     inspect.add_argument("folder", type=Path, help="shard folder")
     inspect.add_argument("--instances", type=int, default=3, help="instances to print")
     inspect.add_argument("--split", choices=("train", "eval"), default="train", help="which shards")
     inspect.add_argument("--start", type=int, default=0, help="storage number of the first instance")
-    inspect.set_defaults(command=inspect_shards)
-    verify = commands.add_parser("verify", help="check every byte of shards", formatter_class=Help)
+    verify = add_command("verify", verify_shards, "check every byte of shards")
     verify.add_argument("folder", type=Path, help="shard folder")
-    verify.set_defaults(command=verify_shards)
     return parser
+
+
+_INPUT = {
+    "nargs": "+",
+    "required": True,
+    "metavar": "PATH",
+    "help": "files, folders (taken whole) or globs; plain, .gz or .bz2",
+}
+_TEXT_FIELD = {"default": "text", "help": "field of JSONL or column of CSV that holds the text"}
+
+
+def _add_split_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input", **_INPUT)
+    kinds = "jsonl or csv (.tsv too), all inputs alike; auto goes by the file name: .jsonl, .csv, .tsv"
+    add("--format", default="auto", choices=("auto", "jsonl", "csv"), help=kinds)
+    add("--text_field", **_TEXT_FIELD)
+    add("--output", type=Path, required=True, metavar="FOLDER", help="where the train, dev and test files go")
+    chosen = "share of the different texts for the {} file, chosen by a hash of the text"
+    add("--dev_fraction", type=share, required=True, help=chosen.format("dev"))
+    add("--test_fraction", type=share, required=True, help=chosen.format("test"))
 
 
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("input").add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders (taken whole) or globs; plain, .gz or .bz2",
-    )
+    add("--input", **_INPUT)
     add(
         "--format",
         default="auto",
         help="sentences (one a line, blank line between documents), documents (plain text, a file each), jsonl, csv "
         "(.tsv too), mediawiki (XML dump); auto goes by the file name: .jsonl, .csv, .tsv, .xml, else sentences",
     )
-    add("--text_field", default="text", help="field of JSONL or column of CSV that holds the text")
+    add("--text_field", **_TEXT_FIELD)
     add("--document_start", metavar="REGEX", help="in `documents`: a line that matches begins a new document")
     add("--language", default="en", help="language code for sentence boundaries, e.g. ko")
     add(
@@ -148,6 +166,18 @@ def _read_options(arguments: argparse.Namespace):
     from data_prep.inputs import ReadOptions
 
     return ReadOptions(arguments.format, arguments.language, arguments.text_field, arguments.document_start)
+
+
+def split_rows(arguments: argparse.Namespace) -> None:
+    """Hold rows out for a score."""
+    from data_prep.split import SplitSettings, make_split, report
+
+    _check_output(arguments.output)
+    settings = SplitSettings(arguments.text_field, arguments.dev_fraction, arguments.test_fraction)
+    content, is_new = make_split(arguments.input, arguments.format, arguments.output, settings)
+    if not is_new:
+        print(f"{arguments.output}: this split is finished; there is nothing to do")
+    print("\n".join(report(content, arguments.output)))
 
 
 def train(arguments: argparse.Namespace) -> None:

@@ -58,6 +58,9 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--learning_rate", type=positive_float, nargs="+", default=[2e-5, 3e-5, 5e-5], help=rates)
     seeds = "seeds of initialisation, order and dropout; each learning rate is trained with each"
     add("--seeds", type=whole_number, nargs="+", default=[0], help=seeds)
+    search = "so many of --seeds, the first ones, are trained with each learning rate, and the others with the best one "
+    search += "only (default: all with each)"
+    add("--search_seeds", type=positive_int, metavar="N", help=search)
     add("--epochs", type=positive_int, default=3, help="passes over the training examples")
     add("--batch_size", type=positive_int, default=32, help="examples per update")
     warmup = "share of the updates in which the learning rate rises; it falls linearly to 0 afterwards"
@@ -84,3 +87,8 @@ def _check(arguments: argparse.Namespace) -> None:
         values = getattr(arguments, name)
         if len(set(values)) < len(values):
             raise UserError(f"--{name} {' '.join(map(str, values))}: a value stands there twice; keep one")
+    number = arguments.search_seeds
+    if number is not None and number > len(arguments.seeds):
+        raise UserError(
+            f"--search_seeds {number}: --seeds has {len(arguments.seeds)}; ask for that many at most"
+        )

@@ -1,26 +1,23 @@
 """Labelled examples out of CSV, TSV and JSONL files, checked while they are read.
 
-Fields stay as they are written, but for labels, whose outer spaces go. An empty text teaches nothing, so
-it is left out of training; in dev and test it stays and is scored, since leaving it out would change the score.
+Texts are cleaned as they are for pretraining, labels lose their outer spaces. A text with nothing left teaches
+nothing, so it is left out of training; in dev and test it stays and is scored, since leaving it out would change
+the score.
 """
 
-import csv
 import hashlib
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.documents import clean_text
 from data_prep.errors import UserError
-from data_prep.inputs import LineError, bare_name, open_range, user_errors
+from data_prep.rows import kind_of, listed, read_rows
 from fine_tuning.tasks import Task
-
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Examples:
 
     Attributes:
         path: the file.
-        columns: for each text column the text of every example.
+        columns: for each text column the cleaned text of every example.
         labels: as written.
         lines: the line in the file (the last one, where a field holds line ends).
     """
@@ -53,7 +50,7 @@ class Examples:
 
     def empty(self) -> list[int]:
         """Numbers of the examples with no text in any column."""
-        return [i for i, texts in enumerate(zip(*self.columns, strict=True)) if not "".join(texts).strip()]
+        return [i for i, texts in enumerate(zip(*self.columns, strict=True)) if not any(texts)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def read_data(task: Task, train_examples: int | None) -> LabelledData:
             f"{splits['train'].path}: what is left for training has {len(counts)} class; give more examples"
         )
     if absent := [label for label in labels if label not in counts]:
-        notes.append(f"no training example is left with the label {_listed(absent)}")
+        notes.append(f"no training example is left with the label {listed(absent)}")
     return LabelledData(splits, labels, notes)
 
 
@@ -122,7 +119,7 @@ def label_order(examples: Examples) -> tuple[str, ...]:
     labels = sorted(set(examples.labels))
     if len(labels) < 2:
         raise UserError(
-            f"{examples.path}: all {len(examples):,} examples have the label {_listed(labels)}; a classifier needs two classes"
+            f"{examples.path}: all {len(examples):,} examples have the label {listed(labels)}; a classifier needs two classes"
         )
     try:
         values = {label: float(label) for label in labels}
@@ -137,8 +134,8 @@ def _check_labels(examples: Examples, labels: Sequence[str], train: Path) -> Non
     for label, line in zip(examples.labels, examples.lines, strict=True):
         if label not in known:
             raise UserError(
-                f"{examples.path}, line {line}: the label {_listed([label])} is not in {train}, which has "
-                f"{_listed(labels)}; add training examples with it or remove the row"
+                f"{examples.path}, line {line}: the label {listed([label])} is not in {train}, which has "
+                f"{listed(labels)}; add training examples with it or remove the row"
             )
 
 
@@ -146,111 +143,38 @@ def read_examples(path: Path, task: Task) -> Examples:
     """Read one file. Raises UserError naming file and line for whatever cannot be used."""
     names = [*task.text_columns, task.label_column]
     lines, values = [], []
-    with user_errors(str(path)), open_range(str(path), 0, None) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        try:
-            for line, row in _rows(path, text, names, task.quoted):
-                lines.append(line)
-                values.append([*row[:-1], _label(line, row[-1], task.label_column)])
-        except LineError as error:
-            raise UserError(f"{path}, line {error.line}: {error}") from error
-    if not values:
-        raise UserError(f"{path}: the file is empty; expected rows with {_listed(names)}")
+    for row in read_rows(str(path), kind_of(str(path)), names, quoted=task.quoted, strings=False):
+        place = f"{path}, line {row.line}"
+        *texts, label = (field_text(row.field(name), name, place) for name in names)
+        lines.append(row.line)
+        values.append([*map(clean_text, texts), _label(label, task.label_column, place)])
     *columns, labels = (list(column) for column in zip(*values, strict=True))
     return Examples(path, tuple(columns), labels, lines)
 
 
-def _rows(path: Path, text: Iterable[str], names: list[str], quoted: bool) -> Iterator[tuple[int, list[str]]]:
-    """The line number and the named fields of each row."""
-    name = bare_name(str(path))
-    if name.endswith(JSON_LINES):
-        return _json_rows(text, names)
-    delimiter = next((mark for extension, mark in DELIMITERS.items() if name.endswith(extension)), None)
-    if delimiter is None:
-        known = ", ".join([*DELIMITERS, *JSON_LINES])
-        raise UserError(f"{path}: the extension says how to read a file; expected one of {known}")
-    return _csv_rows(text, names, delimiter, quoted)
+def field_text(value: Any, name: str, place: str) -> str:
+    """A field as text: numbers and truth values as JSON writes them, "" for null.
 
-
-def _csv_rows(
-    text: Iterable[str], names: list[str], delimiter: str, quoted: bool
-) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(2**31 - 1)
-    quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    # strict: a quotation mark that is out of place would otherwise swallow rows without a word.
-    rows = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
-    header: list[str] = []
-    places: list[int] = []
-    try:
-        for row in filter(None, rows):
-            if not header:
-                header, places = row, [_place(row, name, rows.line_num) for name in names]
-            elif len(row) != len(header):
-                raise LineError(
-                    rows.line_num, f"the row has {len(row)} columns, the header {len(header)}; repair it"
-                )
-            else:
-                yield rows.line_num, [row[place] for place in places]
-    except csv.Error as error:
-        raise LineError(
-            max(rows.line_num, 1),
-            f"malformed CSV ({error}); a field that holds a quotation mark must be quoted, the mark doubled",
-        ) from error
-
-
-def _place(header: list[str], name: str, line: int) -> int:
-    if header.count(name) != 1:
-        found = "no" if name not in header else "more than one"
-        raise LineError(line, f"there is {found} column {_listed([name])}; the columns are {_listed(header)}")
-    return header.index(name)
-
-
-def _json_rows(text: Iterable[str], names: list[str]) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(text, start=1):
-        if not line.isspace():
-            yield number, json_fields(line, number, names)
-
-
-def json_fields(line: str, number: int, names: list[str]) -> list[str]:
-    """The named fields of one JSON line; numbers and truth values as JSON writes them, "" for null.
-
-    Raises LineError if the line is not an object with these keys.
+    Args:
+        value: what a file holds there.
+        name, place: of the field, and file and line, for the UserError that is raised for a list or an object.
     """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LineError(
-            number, f"expected one JSON object a line, but it does not parse ({error})"
-        ) from error
-    if not isinstance(record, dict):
-        raise LineError(number, f"expected one JSON object a line, found {type(record).__name__}")
-    for name in names:
-        if name not in record:
-            raise LineError(number, f"there is no field {_listed([name])}; the fields are {_listed(record)}")
-    return [_json_text(record[name], name, number) for name in names]
-
-
-def _json_text(value: Any, name: str, number: int) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
         # Half a surrogate pair, which only a JSON escape can bring in, becomes U+FFFD: UTF-8 cannot hold it.
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict | list):
-        raise LineError(
-            number, f"field {_listed([name])} must be a string or a number, found {type(value).__name__}"
+        raise UserError(
+            f"{place}: field {listed([name])} must be a string or a number, found {type(value).__name__}"
         )
     return json.dumps(value)
 
 
-def _label(line: int, value: str, name: str) -> str:
+def _label(value: str, name: str, place: str) -> str:
     label = value.strip()
     if not label:
-        raise LineError(
-            line, f"the label is missing (column {_listed([name])}); texts without labels are for predict.py"
+        raise UserError(
+            f"{place}: the label is missing (column {listed([name])}); texts without labels are for predict.py"
         )
     return label
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names) or "none at all"

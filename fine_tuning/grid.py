@@ -26,25 +26,46 @@ class Grid:
         self.preparation = preparation
         task, arguments = preparation.task, preparation.arguments
         self.results = Results(arguments.output, preparation.identity(), task.metrics[0])
-        self.runs = [(rate, seed) for rate in arguments.learning_rate for seed in arguments.seeds]
-        self.pending = [run for run in self.runs if self.results.finished(*run) is None]
-        self._progress = ProgressLine(len(self.pending) * preparation.steps_per_run(), 0)
+        number = arguments.search_seeds or len(arguments.seeds)
+        self._search_seeds, self._other_seeds = arguments.seeds[:number], arguments.seeds[number:]
+        self._search = [(rate, seed) for rate in arguments.learning_rate for seed in self._search_seeds]
+        self.number_of_runs = len(self._search) + len(self._other_seeds)
+        self.pending = self._count_pending()
+        self._progress = ProgressLine(self.pending * preparation.steps_per_run(), 0)
         self._steps_done = 0
+
+    def _count_pending(self) -> int:
+        """How many runs are not finished; which ones the last are may not be known yet."""
+        searched = [result for run in self._search if (result := self.results.finished(*run))]
+        missing = len(self._search) - len(searched)
+        if missing:
+            return missing + len(self._other_seeds)
+        return sum(self.results.finished(*run) is None for run in self._others(searched))
+
+    def _others(self, searched: list[RunResult]) -> list[tuple[float, int]]:
+        """The runs of the best learning rate with the seeds that did not choose it."""
+        rate = self.results.best_rate(searched, self._search_seeds)[0].learning_rate
+        return [(rate, seed) for seed in self._other_seeds]
 
     def run(self) -> dict:
         """Train what is not finished, choose, write metrics.json and the best model; returns the summary."""
         self._write_settings()
-        finished = []
-        for run in self.runs:
+        finished: list[RunResult] = []
+        self._finish(self._search, finished)
+        self._finish(self._others(finished), finished)
+        chosen = self.results.best_rate(finished, self._search_seeds)
+        self._write_model(self.results.best_seed(chosen))
+        self.results.drop_weights(finished)
+        return self.results.write_metrics(finished, chosen, self._description_of_data())
+
+    def _finish(self, runs: list[tuple[float, int]], finished: list[RunResult]) -> None:
+        """Train those that are not finished; results are added to `finished`."""
+        for run in runs:
             finished.append(self.results.finished(*run) or self._train(*run))
             # Of each learning rate only its best run can become the model.
-            same_rate = by_rate(finished)[-1]
-            best = self.results.best_seed(same_rate)
-            self.results.drop_weights([result for result in same_rate if result != best])
-        best = self.results.best_seed(self.results.best_rate(finished))
-        self._write_model(best)
-        self.results.drop_weights(finished)
-        return self.results.write_metrics(finished, self._description_of_data())
+            for same_rate in by_rate(finished):
+                best = self.results.best_seed(same_rate)
+                self.results.drop_weights([result for result in same_rate if result != best])
 
     def _train(self, learning_rate: float, seed: int) -> RunResult:
         """One run from start to result.json."""

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data_prep.documents import clean_text
 from data_prep.errors import UserError
 from data_prep.huggingface_tokenizer import write_huggingface_tokenizer
 from data_prep.shards import sync, write_atomically
@@ -130,6 +131,7 @@ class Predictor:
     def logits(self, columns: Sequence[Sequence[str]]) -> np.ndarray:
         """Outputs for texts (one list per text column), float32 [n, classes]."""
         make_features = FEATURES[self.description.problem]
+        columns = [[clean_text(text) for text in column] for column in columns]  # as training examples are
         features = make_features(self.tokenizer, columns, self.description.max_length)
         return predict(self.model, features.instances, self.device)
 

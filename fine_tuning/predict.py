@@ -16,6 +16,8 @@ from typing import BinaryIO
 from data_prep.errors import UserError, run_program
 from data_prep.inputs import LineError
 from data_prep.options import Help
+from data_prep.rows import parse_json_line
+from fine_tuning.examples import field_text
 
 # Lines that are read before they are predicted together.
 CHUNK = 512
@@ -66,18 +68,21 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _lines(stream: BinaryIO, field: str | None) -> Iterator[str]:
     """The text of each line; with `field`, of the JSON object in each line."""
-    from fine_tuning.examples import json_fields
-
     for number, raw in enumerate(stream, start=1):
+        place = f"{STDIN}, line {number}"
         try:
             line = raw.decode("utf-8").rstrip("\r\n")
-            yield line if field is None else json_fields(line, number, [field])[0]
         except UnicodeDecodeError:
-            raise UserError(
-                f"{STDIN}, line {number}: the text is not valid UTF-8; convert it first"
-            ) from None
-        except LineError as error:
-            raise UserError(f"{STDIN}, line {error.line}: {error}") from None
+            raise UserError(f"{place}: the text is not valid UTF-8; convert it first") from None
+        yield line if field is None else _json_text(line, number, field, place)
+
+
+def _json_text(line: str, number: int, field: str, place: str) -> str:
+    try:
+        row = parse_json_line(line, number, [field])
+    except LineError as error:
+        raise UserError(f"{place}: {error}") from None
+    return field_text(row.field(field), field, place)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ class Preparation:
         lines.append(f"model: {self.start.source}; {shape}, vocabulary {config.vocab_size:,}")
         if self.arguments.pooling == "cls" and not self._has_pooler():
             lines.append("its pooler starts from random weights, as it has none")
-        runs = len(self.arguments.learning_rate) * len(self.arguments.seeds)
+        searched = self.arguments.search_seeds or len(self.arguments.seeds)
+        runs = len(self.arguments.learning_rate) * searched + len(self.arguments.seeds) - searched
         lines.append(f"{runs} runs of {self.steps_per_run():,} updates on {self.device} in {self.precision}")
         return lines
 

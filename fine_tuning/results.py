@@ -133,13 +133,21 @@ class Results:
         """The best of these runs on dev: by metric, then by loss, then the first."""
         return max(results, key=lambda result: _rank([result], self.metric))
 
-    def best_rate(self, results: Sequence[RunResult]) -> list[RunResult]:
-        """The runs of the learning rate with the best mean on dev (then the lowest mean loss, then the first)."""
-        return max(by_rate(results), key=lambda runs: _rank(runs, self.metric))
+    def best_rate(self, results: Sequence[RunResult], seeds: Sequence[int]) -> list[RunResult]:
+        """The runs of the learning rate with the best mean on dev (then the lowest mean loss, then the first).
 
-    def write_metrics(self, results: Sequence[RunResult], content: dict[str, Any]) -> dict[str, Any]:
-        """metrics.json: `content` and the summary of the runs; returns the summary."""
-        chosen = self.best_rate(results)
+        Only runs with these seeds are compared, and each learning rate has one.
+        """
+
+        def rank(runs: list[RunResult]) -> tuple[float, float]:
+            return _rank([run for run in runs if run.seed in seeds], self.metric)
+
+        return max(by_rate(results), key=rank)
+
+    def write_metrics(
+        self, results: Sequence[RunResult], chosen: Sequence[RunResult], content: dict[str, Any]
+    ) -> dict[str, Any]:
+        """metrics.json: `content` and the summary of all runs and of the chosen ones; returns the summary."""
         summary = {
             "best": asdict(self.best_seed(chosen)),
             **{split: _over_seeds(chosen, split) for split in chosen[0].scores},

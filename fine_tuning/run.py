@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(preparation.describe()))
     if not grid.pending:
         print("all runs are finished; nothing is left to train")
-    elif len(grid.pending) < len(grid.runs):
-        print(f"{len(grid.runs) - len(grid.pending)} runs are finished already")
+    elif grid.pending < grid.number_of_runs:
+        print(f"{grid.number_of_runs - grid.pending} runs are finished already")
     print(f"curves: tensorboard --logdir {arguments.output}", flush=True)
     summary = grid.run()
     print("\n".join(table(summary, grid.results.metric)))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
-from data_prep.options import Help, positive_int, probability, whole_number
+from data_prep.options import Help, positive_float, positive_int, probability, share, whole_number
 
 if TYPE_CHECKING:  # imported where they are needed: --help takes no time
+    from data_prep.masking import MaskPolicy
     from data_prep.shards import ShardSet
     from pretraining.config import Lowered
     from pretraining.loading import StartingPoint
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # imported where they are needed: --help takes no time
 PRESET_NAMES = ("tiny", "mini", "small", "medium", "base", "large")
 DEFAULT_MODEL = "base"
 DEFAULT_POSITIONS = 512
+DEFAULT_INITIALIZER_RANGE = 0.02
 
 
 def parse_arguments(argv: list[str] | None, description: str = "") -> argparse.Namespace:
@@ -46,6 +48,17 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     add("--no_next_sentence", action="store_true", help="train the masked LM alone")
     masking = "draw masks anew in each epoch, or use the stored ones"
     add("--masking", choices=("dynamic", "static"), default="dynamic", help=masking)
+    rate = (
+        "share of the tokens that dynamic masks predict, without another bound (default: as the stored masks)"
+    )
+    add("--masked_lm_prob", type=share, metavar="P", help=rate)
+    width = "standard deviation of the weights at the start, cut at two of them (default: 0.02)"
+    add("--initializer_range", type=positive_float, metavar="STD", help=width)
+    positions = (
+        "position embeddings at the start: random, or sinusoids of the same standard deviation, which small "
+    )
+    positions += "models learn from sooner; they are trained either way (default: random)"
+    add("--position_init", choices=("random", "sinusoidal"), help=positions)
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
@@ -85,6 +98,13 @@ class Preparation:
     notes: list[str]
     start: "StartingPoint | None" = None
 
+    @property
+    def mask_policy(self) -> "MaskPolicy":
+        """How dynamic masks are drawn."""
+        from pretraining.data import mask_policy
+
+        return mask_policy(self.shard_set, self.arguments.masked_lm_prob)
+
     def describe(self, world_size: int) -> list[str]:
         """What the run will be, in lines for the user."""
         from pretraining.dry_run import describe
@@ -96,6 +116,7 @@ class Preparation:
             seq_len=self.seq_len,
             world_size=world_size,
             max_steps=self.max_steps,
+            masked_lm_prob=self.mask_policy.rate,
             notes=self.notes,
         )
 
@@ -115,8 +136,9 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     from data_prep.shards import ShardSet
     from pretraining.config import lower, read_deepspeed_json
     from pretraining.distributed import machine_capabilities
-    from pretraining.optimizer import schedule_for
+    from pretraining.optimizer import refuse_apex_look_alike, schedule_for
 
+    refuse_apex_look_alike()
     settings = read_deepspeed_json(arguments.deepspeed_config)
     shard_set = ShardSet.open(arguments.data)
     config, start = _choose_model(arguments, shard_set)
@@ -124,6 +146,7 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     device, capabilities = machine_capabilities()
     lowered = lower(settings, world_size=world_size, device=device, capabilities=capabilities)
     _check_batch(lowered.train_batch_size, shard_set, arguments)
+    _check_masks(arguments)
     schedule, note = schedule_for(lowered.schedule, arguments.max_steps)
     max_steps = arguments.max_steps or schedule.total_num_steps
     if max_steps is None:
@@ -162,10 +185,11 @@ def _choose_model(arguments: argparse.Namespace, shard_set) -> "tuple[BertConfig
             max_position_embeddings=arguments.max_position_embeddings or DEFAULT_POSITIONS,
             hidden_dropout_prob=arguments.dropout,
             attention_probs_dropout_prob=arguments.dropout,
+            initializer_range=arguments.initializer_range or DEFAULT_INITIALIZER_RANGE,
             next_sentence=next_sentence,
         )
         return config, None
-    for option in ("model", "max_position_embeddings"):
+    for option in ("model", "max_position_embeddings", "initializer_range", "position_init"):
         if value := getattr(arguments, option):
             raise UserError(
                 f"--{option} {value}: with --init_from the folder decides this; leave --{option} out"
@@ -207,6 +231,16 @@ def _check_batch(train_batch_size: int, shard_set, arguments: argparse.Namespace
         )
 
 
+def _check_masks(arguments: argparse.Namespace) -> None:
+    rate = arguments.masked_lm_prob
+    if rate is not None and arguments.masking == "static":
+        raise UserError(
+            f"--masked_lm_prob {rate}: stored masks were drawn when the shards were made; leave --masking static out"
+        )
+    if rate == 0:
+        raise UserError("--masked_lm_prob 0: nothing would be predicted; 0.15 is BERT's")
+
+
 def identity(preparation: Preparation) -> dict:
     """What a resumed run must share with the run that it goes on with."""
     return {
@@ -214,6 +248,8 @@ def identity(preparation: Preparation) -> dict:
         "model": preparation.config.to_dict(),
         "seed": preparation.arguments.seed,
         "masking": preparation.arguments.masking,
+        "masked_lm_prob": preparation.arguments.masked_lm_prob,
+        "position_init": preparation.arguments.position_init,
         "train_batch_size": preparation.lowered.train_batch_size,
         "precision": preparation.lowered.precision,
         "optimizer": preparation.lowered.optimizer.model_dump(),

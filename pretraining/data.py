@@ -158,9 +158,11 @@ def gather_instances(shard_set: ShardSet, split: str, storage_numbers: np.ndarra
     return _gather(cache.columns, slot, row, masks=True)
 
 
-def stored_policy(shard_set: ShardSet) -> MaskPolicy:
-    """How the masks that are stored in a shard set were drawn."""
-    rate, bound = (shard_set.settings[name] for name in ("masked_lm_prob", "max_predictions"))
+def mask_policy(shard_set: ShardSet, rate: float | None = None) -> MaskPolicy:
+    """How masks are drawn: at a rate of their own without a bound, or (None) as the stored ones were."""
+    bound = None
+    if rate is None:
+        rate, bound = (shard_set.settings[name] for name in ("masked_lm_prob", "max_predictions"))
     return MaskPolicy.for_tokenizer(shard_set.manifest["tokenizer"], rate=rate, max_predictions=bound)
 
 
@@ -330,7 +332,7 @@ class TrainingBatches(Iterator[StepShare]):
         self._advance = partial(advance, count=train_batch_size, skipped_ranges=skipped_ranges)
         self._share = partial(share, rank=rank, world_size=world_size)
         if masking == "dynamic" and policy is None:
-            policy = stored_policy(shard_set)
+            policy = mask_policy(shard_set)
         self._load = partial(load_share, order, self.cache, masking=masking, seed=seed, policy=policy)
         self._cut = partial(cut_micro_batches, max_instances=max_instances, max_tokens=max_tokens, pin=pin)
         self._ready: queue.SimpleQueue[StepShare | BaseException | None] = queue.SimpleQueue()

@@ -16,13 +16,14 @@ def describe(
     seq_len: int,
     world_size: int,
     max_steps: int,
+    masked_lm_prob: float,
     notes: list[str],
 ) -> list[str]:
     """Lines for the user."""
     return [
         *_model_lines(config),
         *_batch_lines(lowered, shard_set, world_size, max_steps),
-        *_memory_lines(config, lowered, seq_len, world_size),
+        *_memory_lines(config, lowered, seq_len, masked_lm_prob, world_size),
         *(f"note: {note}" for note in notes),
     ]
 
@@ -48,7 +49,9 @@ def _batch_lines(lowered: Lowered, shard_set, world_size: int, max_steps: int) -
     ]
 
 
-def _memory_lines(config: BertConfig, lowered: Lowered, seq_len: int, world_size: int) -> list[str]:
+def _memory_lines(
+    config: BertConfig, lowered: Lowered, seq_len: int, masked_lm_prob: float, world_size: int
+) -> list[str]:
     """Memory of one rank in bytes by use.
 
     Model states after Rajbhandari et al. 2020 (ZeRO), section 3.1: parameters, gradients, and 12 bytes per
@@ -60,7 +63,7 @@ def _memory_lines(config: BertConfig, lowered: Lowered, seq_len: int, world_size
     width = BYTES[lowered.precision]
     tokens = lowered.micro_batch_size * seq_len
     per_layer = 34 * tokens * config.hidden_size + 5 * config.num_attention_heads * tokens * seq_len
-    masked = round(tokens * 0.15)
+    masked = round(tokens * masked_lm_prob)
     stage = lowered.engine_config["zero_optimization"]["stage"]
     gradient_width = 4 if lowered.max_micro_steps > 1 else width
     uses = {

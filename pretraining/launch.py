@@ -21,7 +21,7 @@ from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_s
 from pretraining.data import TrainingBatches
 from pretraining.distributed import World, accumulate_in_fp32, gather_objects, import_deepspeed
 from pretraining.metrics import ProgressLine, Recorder, write_status
-from pretraining.model import BertForPreTraining
+from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
 from pretraining.repartition import load
@@ -172,6 +172,7 @@ def _batches(preparation: Preparation, world: World, state: TrainState) -> Train
         world_size=world.world_size,
         max_instances=lowered.micro_batch_size,
         masking=preparation.arguments.masking,
+        policy=preparation.mask_policy,
         seed=state.seed,
         skipped_ranges=state.skipped_ranges,
         pin=world.device.type == "cuda",
@@ -183,6 +184,8 @@ def _make_engine(preparation: Preparation, world: World):
     lowered = preparation.lowered
     torch.manual_seed(key(preparation.arguments.seed, Stream.INITIALISATION))
     model = BertForPreTraining(preparation.config)
+    if preparation.arguments.position_init == "sinusoidal":
+        initialize_sinusoidal(model.bert.embeddings.position_embeddings, preparation.config.initializer_range)
     if preparation.start and preparation.start.weights:
         model.load_state_dict(preparation.start.weights, strict=False)
         preparation.start.weights.clear()  # they would stay in memory for the whole run

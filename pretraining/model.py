@@ -12,6 +12,7 @@ one sequence ends (attention.py), only the M masked rows reach the vocabulary, a
 next-sentence head. Layers are post-LayerNorm, as in the paper.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -321,6 +322,19 @@ def _loss_and_correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         correct = (logits.argmax(-1) == labels).sum()
     return loss_sum, correct
+
+
+@torch.no_grad()
+def initialize_sinusoidal(positions: nn.Embedding, standard_deviation: float) -> None:
+    """Set position embeddings [P, H], H even, to the sinusoids of Vaswani et al. 2017, section 3.5.
+
+    Wavelengths go from 2π to 2π·1000 positions, enough to tell a few hundred apart; the amplitude gives
+    the rows the standard deviation that random ones would have.
+    """
+    number, hidden_size = positions.weight.shape
+    frequencies = torch.exp(torch.arange(0, hidden_size, 2) * (-math.log(1000) / hidden_size))
+    angles = torch.arange(number)[:, None] * frequencies  # [P, H/2]
+    positions.weight.copy_(math.sqrt(2) * standard_deviation * torch.cat([angles.sin(), angles.cos()], 1))
 
 
 def initialize_weights(module: nn.Module, initializer_range: float) -> None:

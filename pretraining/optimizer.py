@@ -174,14 +174,22 @@ def choose_adamw(device_type: str) -> AdamWChoice:
     return AdamWChoice("torch.optim.AdamW(fused=True)", why, _build_torch)
 
 
-def _apex_fault() -> str | None:
-    """Why apex's FusedAdam cannot be used, or None; looks at files only, since a look-alike may do anything."""
+def refuse_apex_look_alike() -> None:
+    """Raise UserError if an installed package named apex is not NVIDIA's; its files are looked at, not run."""
     spec = importlib.util.find_spec("apex")
-    if spec is None:
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if spec and not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
+        raise UserError(
+            f"{spec.origin}: this apex is not NVIDIA's (the one on PyPI is a web toolkit), whose place it takes; "
+            "pip uninstall apex, and if you want NVIDIA's kernels, build theirs from its repository"
+        )
+
+
+def _apex_fault() -> str | None:
+    """Why apex's FusedAdam cannot be used, or None."""
+    refuse_apex_look_alike()
+    if importlib.util.find_spec("apex") is None:
         return "NVIDIA's apex is not installed"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
-        return "the installed package apex is not NVIDIA's (PyPI's apex is a web toolkit) and is passed over"
     if importlib.util.find_spec("amp_C") is None:
         return "NVIDIA's apex is installed without its CUDA extensions"
     return None

@@ -23,7 +23,7 @@ from pretraining.data import (
     evaluation_batches,
     gather_instances,
     load_share,
-    stored_policy,
+    mask_policy,
 )
 from pretraining.order import Order, share
 
@@ -195,7 +195,7 @@ def contents(step) -> list[dict]:
 def test_tensors_equal_a_plain_reference(order, shard_set, masking, world_size):
     """Every tensor over 2.4 epochs, whose ends lie inside batches, is what one token at a time gives."""
     rank = world_size - 1
-    policy = stored_policy(shard_set)
+    policy = mask_policy(shard_set)
     steps = steps_of(
         order, shard_set, 8, masking=masking, train_batch_size=300, world_size=world_size, rank=rank
     )
@@ -304,7 +304,7 @@ def test_skipped_ranges_are_left_out(order, shard_set):
     assert (step.start, step.stop, step.ranges) == (40, 120, [(40, 50), (90, 120)])
     g = np.concatenate([np.arange(40, 50), np.arange(90, 120)])
     cache = BlockCache(shard_set, "train")
-    options = {"masking": "dynamic", "seed": SEED, "policy": stored_policy(shard_set)}
+    options = {"masking": "dynamic", "seed": SEED, "policy": mask_policy(shard_set)}
     expected = cut_micro_batches(load_share(order, cache, g, **options), 7)
     assert contents(step) == [as_lists(batch) for batch in expected]
 
@@ -493,8 +493,11 @@ def test_evaluation_sees_everything_once(shard_set, world_size, limit, count, mo
         assert all(len(batch.lengths) <= 8 for batch in batches)
 
 
-def test_stored_policy_is_that_of_the_shards(shard_set):
-    """Dynamic masks follow the rate and the bound of the stored ones, and never mask [CLS]."""
-    policy = stored_policy(shard_set)
+def test_mask_policy_is_that_of_the_shards(shard_set):
+    """Dynamic masks follow the rate and the bound of the stored ones, or have a rate of their own and no bound; [CLS] is
+    never masked."""
+    policy = mask_policy(shard_set)
     assert (policy.rate, policy.max_predictions, policy.mask_id) == (0.2, 4, SPECIAL_IDS["mask"])
     assert set(policy.never_masked_ids) == {0, 2, 3, 4}
+    other = mask_policy(shard_set, 0.4)
+    assert (other.rate, other.max_predictions, other.mask_id) == (0.4, None, policy.mask_id)

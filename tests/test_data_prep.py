@@ -597,10 +597,38 @@ def test_verify_program(reference, tmp_path, capsys):
     assert str(path) in sentence(["verify", str(tmp_path / "copy")])
 
 
+def test_a_share_is_still_held_out_after_a_split(place, tmp_path):
+    """Rows that `split` took away for a score take nothing from --eval_fraction: of what is left for training, shards
+    hold out as much as of any text (to 4 standard errors), and no text of the score is in them."""
+    texts = [" ".join(document) for document in make_documents(1500, seed=7, sentences=(1, 3))]
+    (tmp_path / "rows.csv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    fractions = ["--dev_fraction", "0.1", "--test_fraction", "0.1"]
+    main(["split", "--input", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "split"), *fractions])
+    train = str(tmp_path / "split/train.csv")
+    main(
+        shards(
+            place,
+            tmp_path / "out",
+            "--input",
+            train,
+            "--eval_fraction",
+            "0.05",
+            "--bucket_mb",
+            "1",
+            "--split_mb",
+            "1",
+        )
+    )
+    manifest = ShardSet.open(tmp_path / "out").manifest
+    held, trained = (manifest["splits"][split]["counts"]["documents"] for split in ("eval", "train"))
+    assert held + trained == Path(train).read_text().count("\n") - 1 < 1300
+    assert abs(held / (held + trained) - 0.05) < 4 * sqrt(0.05 * 0.95 / (held + trained))
+
+
 # What is wrong is said in a sentence
 
 
-@pytest.mark.parametrize("command", ["tokenizer", "shards", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["split", "tokenizer", "shards", "inspect", "verify"])
 def test_help_explains_every_option(command, capsys):
     """Every option and argument of every command has a help text, and --help prints it."""
     with pytest.raises(SystemExit) as caught:

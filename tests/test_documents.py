@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import document_hash, read_documents
+from data_prep.documents import clean_text, document_hash, read_documents
 from data_prep.errors import UserError
 from data_prep.inputs import FORMATS, InputFile, InputSplit, ReadOptions, find_inputs, split_inputs
 
@@ -404,8 +404,8 @@ def test_bad_json_lines_are_named(tmp_path, line, pattern, split_bytes):
 @pytest.mark.parametrize(
     ("content", "pattern"),
     [
-        ("id,body\n1,a\n", 'line 1: expected one column "text".*"id", "body"'),
-        ("text,text\na,b\n", "line 1: expected one column"),
+        ("id,body\n1,a\n", 'line 1: there is no column "text"; the columns are "id", "body"'),
+        ("text,text\na,b\n", 'line 1: there is more than one column "text"'),
         ("id,text\n1,a\n\n2,b,c\n", "line 4: the row has 3 columns, the header 2"),
         ("id,text\n1,a\n2\n", "line 3: the row has 1 columns"),
         ('id,text\n1,"a" b\n', "line 2: malformed"),
@@ -462,6 +462,46 @@ def test_hash_depends_on_letters_only():
     assert digest == document_hash(["One", "two. Three."]) == document_hash(["Onetwo.Three."])
     assert digest != document_hash(["One two.", "Three!"])
     assert document_hash(["Three.", "One two."]) != digest
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Great<br /><br />film. <BR>Really<br\n>!", "Great film. Really !"),
+        (" \tnames \x00 and\xa0spaces\u3000\u2028of\x85all\r\nkinds\x0b", "names and spaces of all kinds"),
+        ("한\u200d국  어 <b>a</b> < br> 2 < 3", "한\u200d국 어 <b>a</b> < br> 2 < 3"),
+        ("a\ud800b \ufffd", "a\ufffdb \ufffd"),
+        ("<br>\u3000\x00 \n", ""),
+        ("", ""),
+    ],
+)
+def test_a_clean_text_is_one_line(text, expected):
+    """Line breaks of HTML, controls and all Unicode spaces become single spaces, and nothing else is touched."""
+    assert clean_text(text) == expected == clean_text(expected)
+
+
+@FAST
+@given(
+    st.text()
+    | TEXT
+    | st.lists(st.sampled_from(["a", "한.", "<br />", "<BR>", "<", "\n", "!", " "])).map("".join)
+)
+@example("Mr. Smith came.<br /><br />He  left.\r\n\r\nOh\x00no\ud800!")
+def test_a_clean_text_is_what_the_document_holds(tmp_path, text):
+    """clean_text keeps the characters of the document that read_documents makes of the text, so both have one hash; and
+    where one is empty so is the other."""
+    documents = read(write(tmp_path, "t.jsonl", json.dumps({"text": text})))
+    assert [document_hash([clean_text(text)])] == (
+        [document_hash(sentences) for sentences in documents] or [document_hash([])]
+    )
+    assert bool(clean_text(text)) == bool(documents)
+
+
+def test_a_clean_review_is_its_sentences(tmp_path):
+    """A review as they come is, cleaned, the sentences that the encoder is pretrained on, in one line."""
+    text = "I saw  it twice.<br /><br />The\u3000plot is\x85 thin,\tbut who cares? Go!"
+    (sentences,) = read(write(tmp_path, "t.jsonl", json.dumps({"text": text})))
+    assert len(sentences) > 2 and " ".join(sentences) == clean_text(text)
 
 
 # Real text

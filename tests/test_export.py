@@ -447,6 +447,7 @@ def test_init_from_is_checked_before_the_ranks_meet(home, exported, tmp_path, ca
 
     start = ("--init_from", str(exported))
     assert "--model tiny: with --init_from" in refused(*start, "--model", "tiny")
+    assert "--position_init sinusoidal: with --init_from" in refused(*start, "--position_init", "sinusoidal")
     assert "--max_position_embeddings 64: with --init_from" in refused(
         *start, "--max_position_embeddings", "64"
     )

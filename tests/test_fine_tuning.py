@@ -126,12 +126,13 @@ def tiny(tokenizer: Tokenizer, pooling: str = "cls", **changes) -> SequenceClass
 
 
 def test_csv_tsv_jsonl_and_compressed_files_read_the_same(tmp_path):
-    """The same rows come out of CSV, TSV, JSONL and gzip; labels lose outer spaces, numbers stay as written."""
-    rows = [("a, b", "1"), ('say "yes"', "0"), ("two\nlines", "10")]
+    """The same rows come out of CSV, TSV, JSONL and gzip, with clean texts; labels lose outer spaces, numbers stay as
+    written."""
+    rows = [("a, b", "1"), ('say "yes"', "0"), ("two lines", "10")]
     csv_text = 'id,label,text\n1, 1,"a, b"\n2,0,"say ""yes"""\n3,10,"two\nlines"\n'
     (tmp_path / "a.csv").write_text(csv_text)
     (tmp_path / "a.tsv").write_text(csv_text.replace(",", "\t").replace("a\t b", "a, b"))
-    lines = [json.dumps({"label": int(label), "text": text}) for text, label in rows]
+    lines = [json.dumps({"label": int(label), "text": text.replace("two ", "two\n")}) for text, label in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + csv_text.encode()))
     for name in ("a.csv", "a.tsv", "a.jsonl", "b.csv.gz"):
@@ -170,11 +171,11 @@ def test_subsets_are_nested_and_keep_the_files_order(tmp_path):
 
 def test_empty_texts_are_left_out_of_training_and_scored_in_dev(tmp_path):
     """An empty text is dropped from train and kept in dev, and both are counted and located for the user."""
-    train = write_csv(tmp_path / "train.csv", [("a", "x"), ("  ", "y"), ("b", "y"), ("", "x")])
-    dev = write_csv(tmp_path / "dev.csv", [("a", "x"), (" ", "y")])
+    train = write_csv(tmp_path / "train.csv", [("a", "x"), ("<br /> ", "y"), ("b", "y"), ("", "x")])
+    dev = write_csv(tmp_path / "dev.csv", [("a", "x"), (" \u3000", "y")])
     data = read_data(replace(TASK, files={"train": train, "dev": dev}), None)
     assert data.splits["train"].columns[0] == ["a", "b"]
-    assert data.splits["dev"].columns[0] == ["a", " "]
+    assert data.splits["dev"].columns[0] == ["a", ""]
     assert data.notes == [
         f"{train}: 2 empty texts are left out (first: line 3)",
         f"{dev}: 1 empty texts are kept and scored (first: line 3)",
@@ -455,6 +456,41 @@ def test_a_killed_grid_goes_on_and_ends_the_same(grid, toy, tmp_path, monkeypatc
     assert "nothing is left to train" in capsys.readouterr().out
 
 
+def test_the_first_seeds_choose_the_learning_rate(toy, tmp_path, monkeypatch, capsys):
+    """--search_seeds 1: each rate runs with the first seed, the best one with the others too, whose scores choose nothing;
+    an interrupted search goes on."""
+    trained = []
+    train = Grid._train
+
+    def scored(self, rate, seed):
+        if len(trained) == 3:
+            trained.append("interrupted")
+            raise KeyboardInterrupt
+        trained.append((rate, seed))
+        result = train(self, rate, seed)
+        # The better rate of the search is bad with the other seeds.
+        accuracy = {0: 0.9 if rate == 3e-3 else 0.5}.get(seed, 0.1)
+        result.scores["dev"]["accuracy"] = accuracy
+        self.results.finish(result, self.preparation.new_model(seed))
+        return result
+
+    monkeypatch.setattr(Grid, "_train", scored)
+    options = ("--epochs", "1", "--learning_rate", "1e-6", "3e-3", "--seeds", "0", "1", "2", "--search_seeds")
+    arguments = command(toy, tmp_path / "x", *options, "1")
+    assert run_program(main, arguments) == 130
+    assert main(arguments) == 0
+    assert trained == [(1e-6, 0), (3e-3, 0), (3e-3, 1), "interrupted", (3e-3, 2)]
+    said = capsys.readouterr().out
+    assert "4 runs of" in said and "3 runs are finished already" in said
+    content = metrics(tmp_path / "x")
+    assert content["best"]["learning_rate"] == 3e-3
+    assert content["dev"]["accuracy"]["mean"] == pytest.approx((0.9 + 0.1 + 0.1) / 3)
+    assert main(arguments) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert run_program(main, command(toy, tmp_path / "x", *options, "4")) == 2
+    assert "--seeds has 3" in capsys.readouterr().err
+
+
 def test_more_seeds_are_added_and_other_settings_refused(toy, tmp_path, monkeypatch, capsys):
     """A new seed is trained beside those that are there; fewer seeds choose among theirs; another number of epochs or other data is refused."""
     trained = []
@@ -487,10 +523,10 @@ def test_the_learning_rate_with_the_best_mean_wins(tmp_path):
         return RunResult(rate, seed, 1, 0.1, {"dev": {"loss": loss, "accuracy": accuracy}}, 0.0)
 
     lucky, steady = [run(1.0, 0, 0.95), run(1.0, 1, 0.5)], [run(2.0, 0, 0.9), run(2.0, 1, 0.91, 0.4)]
-    assert results.best_rate(lucky + steady) == steady
+    assert results.best_rate(lucky + steady, [0, 1]) == steady
     assert results.best_seed(steady) == steady[1]
-    assert results.best_rate([run(1.0, 0, 0.9), run(2.0, 0, 0.9, 0.4)])[0].learning_rate == 2.0
-    assert results.best_rate([run(1.0, 0, 0.9, None), run(2.0, 0, 0.9, 9.0)])[0].learning_rate == 2.0
+    assert results.best_rate([run(1.0, 0, 0.9), run(2.0, 0, 0.9, 0.4)], [0])[0].learning_rate == 2.0
+    assert results.best_rate([run(1.0, 0, 0.9, None), run(2.0, 0, 0.9, 9.0)], [0])[0].learning_rate == 2.0
 
 
 def test_a_result_of_other_settings_is_not_taken(tmp_path, tokenizer):
@@ -567,6 +603,25 @@ def test_predict_answers_arguments_lines_and_jsonl_alike(grid, monkeypatch, caps
         assert predictions(capsys) == given
 
 
+def test_predict_cleans_texts_as_training_does(grid, toy, tmp_path, monkeypatch, capsys):
+    """A text full of line breaks and odd spaces is read the same, and as its clean form is, in a file for training and
+    as an argument, a line or a JSON line for predict; labels and other fields are not cleaned."""
+    clean = [f"ban {SIGNS['good'][0]} ba", f"des {SIGNS['bad'][1]} ban des"]
+    messy = [f" ban<br /><BR>{SIGNS['good'][0]}\u3000 ba\x0b", f"des\xa0{SIGNS['bad'][1]}<br>ban\x00\x85des"]
+    jsonl = "".join(json.dumps({"text": text, "label": "a<br />\u3000b"}) + "\n" for text in messy)
+    (tmp_path / "x.jsonl").write_text(jsonl)
+    examples = read_examples(tmp_path / "x.jsonl", TASK)
+    assert examples.columns == (clean,) and examples.labels == ["a<br />\u3000b"] * 2
+    predictor = Predictor(grid, CPU)
+    wanted = predictor.probabilities([clean])
+    assert predictor.probabilities(examples.columns) == wanted != predictor.probabilities([messy])
+    lines = "\n".join(messy) + "\n"
+    for content, options in ((None, messy), (None, clean), (lines, []), (jsonl, ["--jsonl"])):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
+        assert predict_main([str(grid), *options]) == 0
+        assert [row["probabilities"] for row in predictions(capsys)] == wanted
+
+
 @pytest.mark.parametrize(
     ("stdin", "options", "wanted"),
     [
@@ -577,6 +632,7 @@ def test_predict_answers_arguments_lines_and_jsonl_alike(grid, monkeypatch, caps
             'line 2: there is no field "text"; the fields are "txt"',
         ),
         (b"plain\n", ["--jsonl"], "line 1: expected one JSON object a line"),
+        (b'{"text": []}\n', ["--jsonl"], 'line 1: field "text" must be a string or a number, found list'),
         (b"", ["--jsonl", "TEXT"], "--jsonl is for lines of standard input"),
     ],
 )
@@ -629,6 +685,7 @@ BAD_FILES = {
     ),
     "label missing": ("train", "text,label\na,good\nb, \n", 'line 3: the label is missing (column "label")'),
     "open quotation": ("train", 'text,label\n"a,good\nb,bad\n', "malformed CSV"),
+    "NUL byte": ("train", "text,label\na,good\nb\0,bad\n", "line 3: there is a NUL byte"),
 }
 
 

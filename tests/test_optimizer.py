@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.errors import UserError
+from data_prep.errors import UserError, run_program
 from pretraining.optimizer import (
     ConstantSchedule,
     OptimizerSettings,
@@ -18,6 +18,7 @@ from pretraining.optimizer import (
     parameter_groups,
     schedule_for,
 )
+from pretraining.run import main
 
 PEAK = 2e-3
 WARMUP = {"warmup_num_steps": 10, "warmup_max_lr": PEAK}
@@ -172,13 +173,13 @@ def install(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_look_alike_of_apex_is_passed_over(install):
-    """PyPI's apex is not imported, and one sentence says why it is not used."""
+def test_a_look_alike_of_apex_is_refused(install, tmp_path, capsys):
+    """PyPI's apex ends the program in one sentence, on every machine, without being imported."""
     install({"apex/__init__.py": "raise RuntimeError('a web toolkit was imported')"})
-    name, why, _ = choose_adamw("cuda")
-    assert name == "torch.optim.AdamW(fused=True)"
-    assert "not NVIDIA's" in why
-    assert "DeepSpeed's FusedAdam was not built" in why
+    with pytest.raises(UserError, match="not NVIDIA's .* pip uninstall apex"):
+        choose_adamw("cuda")
+    assert run_program(main, ["--deepspeed_config", str(tmp_path / "none.json")]) == 2
+    assert f"error: {tmp_path}/apex/__init__.py: this apex is not NVIDIA's" in capsys.readouterr().err
     assert "apex" not in sys.modules
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import forked_ranks
@@ -29,6 +30,7 @@ from training_runs import (
 
 from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
+from data_prep.masking import MaskPolicy
 from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet, manifest_bytes
 from data_prep.workers import work_lock
@@ -285,6 +287,49 @@ def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
         prepare(parse_arguments([*start, str(shards)]), world_size=14)
 
 
+def test_recipe_of_a_start_from_nothing(shards, tmp_path):
+    """--initializer_range, --position_init and --masked_lm_prob: the first step's loss is that of a model with wide
+    weights and sinusoidal positions, on masks drawn at that rate."""
+    recipe = ("--initializer_range", "0.05", "--position_init", "sinusoidal", "--masked_lm_prob", "0.4")
+    argv = command(shards, tmp_path / "run", options=("--dropout", "0", "--max_steps", "1", *recipe))
+    subprocess.run(argv, env=environment(), check=True, capture_output=True)
+    shard_set = ShardSet.open(shards)
+    config = BertConfig.preset("tiny", 300, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    torch.manual_seed(key(0, Stream.INITIALISATION))
+    model = BertForPreTraining(replace(config, initializer_range=0.05))
+    positions = model.bert.embeddings.position_embeddings.weight
+    rates = 1000 ** (-torch.arange(64) / 64)
+    angles = torch.arange(512)[:, None] * rates
+    with torch.no_grad():
+        positions.copy_(torch.cat([angles.sin(), angles.cos()], 1) * 0.05 * 2**0.5)
+        assert abs(float(positions.std()) - 0.05) < 0.005
+        policy = MaskPolicy.for_tokenizer(shard_set.manifest["tokenizer"], rate=0.4)
+        batches = TrainingBatches(
+            Order(shard_set.block_offsets("train"), 0), shard_set, consumed=0, train_batch_size=BATCH, rank=0,
+            world_size=1, masking="dynamic", seed=0, policy=policy, max_instances=BATCH,
+        )  # fmt: skip
+        (batch,) = next(batches).micro_batches
+        batches.close()
+        sums = model.eval()(batch)
+    assert len(batch.masked_lm_labels) == pytest.approx(0.4 * batch.lengths.sum(), rel=0.05)
+    loss = float(sums.masked_lm_loss_sum / len(batch.masked_lm_labels) + sums.next_sentence_loss_sum / BATCH)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_recipe_is_checked(shards, capsys):
+    """Stored masks have their own rate, and no masks teach nothing: one sentence each."""
+    config = str(deepspeed_json(shards.parent))
+    start = ["--deepspeed_config", config, "--data", str(shards), "--model", "tiny", "--masked_lm_prob"]
+    with pytest.raises(UserError, match="leave --masking static out"):
+        prepare(parse_arguments([*start, "0.4", "--masking", "static"]), 1)
+    with pytest.raises(UserError, match="nothing would be predicted"):
+        prepare(parse_arguments([*start, "0"]), 1)
+    with pytest.raises(SystemExit):
+        parse_arguments([*start, "1.5"])
+    assert "'1.5' is not a share from 0 to 1" in capsys.readouterr().err
+
+
 def test_other_settings_are_refused(shards, one_rank, tmp_path):
     """A run folder goes on only with the settings that it was made with; the changed one is named, old and new."""
     done = subprocess.run(
@@ -335,6 +380,9 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
         ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
         ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
         ("masking: dynamic there, static now", ("--masking", "static"), {}),
+        ("masked_lm_prob: None there, 0.4 now", ("--masked_lm_prob", "0.4"), {}),
+        ("position_init: None there, sinusoidal now", ("--position_init", "sinusoidal"), {}),
+        ("model.initializer_range: 0.02 there, 0.05 now", ("--initializer_range", "0.05"), {}),
         ("train_batch_size: 13 there, 12 now", (), {"train_batch_size": 12}),
         ("gradient_clipping: 1.0 there, 0.5 now", (), {"gradient_clipping": 0.5}),
         (
