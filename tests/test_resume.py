@@ -227,12 +227,12 @@ def test_run_goes_on_with_other_ranks(shards, tmp_path):
 
 @pytest.mark.slow
 def test_run_in_bf16_goes_on_with_other_ranks(shards, tmp_path):
-    """bf16 gradients are rounded in each micro-batch, so another layout moves the last digits of a bf16 number."""
+    """bf16 gradients are rounded in each micro-batch, so other ranks move the last digits, as they do in undisturbed runs."""
     alone, moved, _ = one_process_and_others(shards, tmp_path, **BF16)
     for a, b in zip(metrics(alone), metrics(moved), strict=True):
         name = "train/loss" if "train/loss" in a else "eval/loss"
         assert a[name] == pytest.approx(b[name], rel=1e-3)
-    assert relative_difference(alone, moved)["weights"] < 0.05
+    assert relative_difference(alone, moved)["weights"] < 0.005
 
 
 def test_dropout_on_other_ranks_is_said_to_differ(shards, tmp_path):
