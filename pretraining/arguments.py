@@ -78,7 +78,9 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--eval_instances", type=whole_number, default=10000, help=instances)
     save = "steps between checkpoints; 0: only at the end"
     add("--save_interval", type=whole_number, default=1000, help=save)
-    add("--keep", type=positive_int, default=3, help="checkpoints to keep")
+    add("--keep", type=positive_int, default=3, help="checkpoints to keep, the newest")
+    every = "keep for ever the checkpoints of each step that this divides; 0: none"
+    add("--keep_every", type=whole_number, default=0, metavar="STEPS", help=every)
     dry_run = "say what the run will be, and what is replaced on this machine, and stop"
     add("--dry_run", action="store_true", help=dry_run)
 

@@ -1,13 +1,13 @@
 """Checkpoints: whole or not there, checked before anything is loaded, and the small TrainState.
 
 A checkpoint is written to a folder with a temporary name, hashed into its own manifest and renamed; only then
-does `latest` move. DeepSpeed's own files are inside, in its own layout.
+does `latest` move. DeepSpeed's own files are inside, in its own layout. Between `save` and `finish` a thread of
+each rank writes; the ranks publish together, so a checkpoint is that of all ranks or none.
 """
 
 import errno
-import hashlib
 import json
-import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -16,11 +16,13 @@ from pathlib import Path
 from data_prep.errors import UserError
 from data_prep.plan import differences
 from data_prep.shards import file_sha256, sync, write_atomically
+from pretraining.checkpoint_writer import Writer
 
 FOLDER = "checkpoints"
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
+NAME = re.compile(r"step-\d{8,}")
 FORMAT_VERSION = 1
 
 
@@ -79,6 +81,11 @@ class Checkpoint:
         """The train state at its step."""
         return TrainState.from_dict(self.manifest["train_state"])
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved it."""
+        return self.manifest["world_size"]
+
 
 class Checkpoints:
     """The checkpoints of one run.
@@ -106,47 +113,77 @@ class Checkpoints:
         self.world_size = world_size
         self._gather = gather
         self._say = say
+        self._pending: tuple[Writer, Path, Path, dict] | None = None
 
-    def save(self, engine, state: TrainState) -> Path:
-        """Save the engine and the state; every rank calls it at the same step.
+    def save(self, engine, state: TrainState) -> None:
+        """Begin to save the engine and the state; every rank calls it at the same step.
 
-        Raises:
-            UserError: the disk is full or refuses to be written; older checkpoints are as they were.
+        Returns as soon as everything is copied into memory; `finish` publishes what is written meanwhile.
         """
+        self.finish()
         final = self.folder / f"step-{state.step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        writer = _Writer(engine.checkpoint_engine)
+        writer = Writer(engine.checkpoint_engine)
         engine.checkpoint_engine = writer
         try:
-            # The universal form, for other numbers of ranks, is converted from these files and asks for this.
+            # For who converts it with DeepSpeed's own tool; a run here reads the files as they are.
             client_state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
             engine.save_checkpoint(
                 str(self.folder), tag=partial.name, client_state=client_state, save_latest=False
             )
+        except OSError as error:
+            # DeepSpeed copies its scripts there by itself, on rank 0, when the others are at its last barrier.
+            import torch
+
+            writer.problem = error
+            torch.distributed.barrier()
         finally:
             engine.checkpoint_engine = writer.inner
-        hashes = {
-            name: entry for part in self._agree(writer.problem, writer.files) for name, entry in part.items()
+        # Asked before, since until the attempt had failed nobody else could write on a disk that it fills.
+        needed = sum(self._gather(writer.bytes))
+        if self.rank == 0 and not writer.problem:
+            writer.problem = _lack_of_room(self.folder, needed)
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "world_size": self.world_size,
+            "train_state": asdict(state),
+            "identity": self.identity,
         }
-        problem = None
-        if self.rank == 0:
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                "world_size": self.world_size,
-                "train_state": asdict(state),
-                "identity": self.identity,
-                "files": hashes,
-            }
-            problem = self._publish(partial, final, manifest)
-        self._agree(problem, None)
+        self._pending = writer, partial, final, manifest
+        writer.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part of a save that was begun is on the disk, or has failed; False if none was."""
+        return self._pending is not None and self._pending[0].is_done
+
+    def finish(self) -> Path | None:
+        """Wait for the save that was begun, and publish it; every rank calls it. None if none was begun.
+
+        Raises:
+            UserError: the disk is full or refuses to be written; older checkpoints are as they were.
+        """
+        if self._pending is None:
+            return None
+        (writer, partial, final, manifest), self._pending = self._pending, None
+        writer.finish()
+        try:
+            parts = self._agree(writer.problem, writer.files)
+            manifest["files"] = {name: entry for part in parts for name, entry in part.items()}
+            self._agree(self._publish(partial, final, manifest) if self.rank == 0 else None, None)
+        except UserError:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         return final
 
     def _agree(self, problem: Exception | None, value: object) -> list:
         """Wait for all ranks and return their values; if one has a problem, all of them end with it."""
         full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
-        answers = self._gather(((str(problem), full) if problem else None, value))
+        text = problem.strerror if full else str(problem)
+        answers = self._gather(((text, full) if problem else None, value))
         problems = [answer for answer, _ in answers if answer]
         if problems:
             text, full = problems[0]
@@ -171,18 +208,29 @@ class Checkpoints:
             return error
         return None
 
-    def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and partial ones of killed runs."""
+    def prune(self, step: int, keep: int, keep_every: int = 0) -> None:
+        """Delete old checkpoints; not the newest `keep`, nor those of steps that `keep_every` (0: none) divides.
+
+        Args:
+            step: of the newest whole one. What lies beyond it is damaged, since the run would have gone on from
+                there, and must not count as one that is kept.
+        """
         if self.rank == 0:
-            for path in self._candidates()[keep:]:
-                shutil.rmtree(path)
+            steps = [(int(path.name.rpartition("-")[2]), path) for path in self._candidates()]
+            for number, path in [pair for pair in steps if pair[0] <= step][keep:]:
+                if not keep_every or number % keep_every:
+                    shutil.rmtree(path)
+
+    def remove_partial(self) -> None:
+        """Delete what killed runs have left half written; for the one run that is at work in the folder."""
+        if self.rank == 0:
             for path in self.folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(path)
 
     def _candidates(self) -> list[Path]:
         """Checkpoint folders, the newest first."""
         return sorted(
-            (path for path in self.folder.glob("step-*") if path.suffix != PARTIAL and path.is_dir()),
+            (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()),
             reverse=True,
         )
 
@@ -228,8 +276,7 @@ class Checkpoints:
         Raises:
             UserError: naming each setting, its old and its new value.
         """
-        old = checkpoint.manifest["identity"] | {"world_size": checkpoint.manifest["world_size"]}
-        new = json.loads(json.dumps(self.identity)) | {"world_size": self.world_size}
+        old, new = checkpoint.manifest["identity"], json.loads(json.dumps(self.identity))
         if old != new:
             raise UserError(
                 f"{checkpoint.path}: the run was made with other settings ({differences(old, new)}); give the old ones "
@@ -237,63 +284,13 @@ class Checkpoints:
             )
 
 
-class _Writer:
-    """DeepSpeed's checkpoint engine, but for writing: hashes what it writes, and remembers an error until the end.
-
-    A rank that raised in the middle of a save would leave the others waiting for it.
-    """
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.files: dict[str, dict] = {}
-        self.problem: Exception | None = None
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        try:
-            os.makedirs(path, exist_ok=exist_ok)
-        except OSError as error:
-            self.problem = self.problem or error
-
-    def save(self, state_dict, path: str) -> None:
-        import torch
-
-        hashing = None
-        try:
-            with open(path, "wb") as file:
-                hashing = _HashingFile(file)
-                torch.save(state_dict, hashing)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:
-            # torch turns an error of the file into one of its own, which no longer says that the disk is full.
-            self.problem = self.problem or (hashing and hashing.problem) or error
-        else:
-            self.files[Path(path).name] = {"bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
-
-
-class _HashingFile:
-    """A file that is only ever written forwards, and the hash of what was written."""
-
-    def __init__(self, file):
-        self._file = file
-        self.problem: OSError | None = None
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data) -> int:
-        self.digest.update(data)
-        self.bytes += len(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.problem = self.problem or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+def _lack_of_room(folder: Path, needed: int) -> OSError | None:
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return None
+    return OSError(
+        errno.ENOSPC, f"No space left on device: {needed:,} bytes are needed and {free:,} are free"
+    )
 
 
 def _checked_entries(manifest: dict) -> list[tuple[str, dict]]:
@@ -318,6 +315,12 @@ def _fault(path: Path, entry: dict) -> list[str]:
     return [] if file_sha256(path) == entry["sha256"] else [f"{path.name} was changed (its sha256 differs)"]
 
 
+def newest_step(run_folder: Path) -> int:
+    """The step of the newest checkpoint by its name, 0 if there is none; for messages."""
+    steps = [int(path.name[5:]) for path in (run_folder / FOLDER).glob("step-*") if NAME.fullmatch(path.name)]
+    return max(steps, default=0)
+
+
 def whole_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a folder, for one process.
 
@@ -329,12 +332,3 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     if faults:
         raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
     return Checkpoint(path, manifest)
-
-
-def load(engine, checkpoint: Checkpoint) -> None:
-    """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine."""
-    loaded, _ = engine.load_checkpoint(
-        str(checkpoint.path.parent), tag=checkpoint.path.name, load_lr_scheduler_states=False
-    )
-    if loaded is None:
-        raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")

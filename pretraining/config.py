@@ -55,6 +55,7 @@ REFUSED = {
     "zero_optimization": {
         "round_robin_gradients": "a run could not go on with another number of ranks; leave it out",
         "offload_param": "it is for stage 3 only; leave it out",
+        "load_from_fp32_weights": "a run would go on from rounded weights; leave it out",
         "zenflow": "it reduces gradients in its own way; leave it out",
         "legacy_stage1": "DeepSpeed has removed it; leave it out",
         "stage3_gather_fp16_weights_on_model_save": "it is for stage 3 only; leave it out",

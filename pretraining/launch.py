@@ -17,13 +17,14 @@ from data_prep.shards import TOKENIZER_FOLDER, ShardSet, file_sha256, sync, writ
 from data_prep.workers import work_lock
 from pretraining import distributed
 from pretraining.arguments import Preparation, identity
-from pretraining.checkpoint import Checkpoints, TrainState, load
+from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_step
 from pretraining.data import TrainingBatches
 from pretraining.distributed import World, accumulate_in_fp32, gather_objects, import_deepspeed
 from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
+from pretraining.repartition import load
 from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
 
@@ -44,16 +45,22 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
     def leave_status(state: str, reason: str) -> None:
         if world.rank == 0 and is_ours:
-            write_status(folder, state, reason, trainer.state.step if trainer else 0)
+            try:
+                write_status(folder, state, reason, trainer.state.step if trainer else newest_step(folder))
+            except OSError as problem:
+                print(f"{folder}: its status could not be written ({problem})", flush=True)
 
     lock = ExitStack()
     try:
         _take_folder(folder, world, lock)
         is_ours = True
-        trainer, batches = _build(preparation, world, stop, started)
-        leave_status("running", "")
-        with closing(batches):
-            finished = trainer.run(batches)
+        finished = False
+        # A signal during start-up should not wait for a large model to be built and loaded.
+        if not any(gather_objects(stop.raised())):
+            trainer, batches = _build(preparation, world, stop, started)
+            leave_status("running", "")
+            with closing(batches):
+                finished = trainer.run(batches)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
             _say_end(preparation, world.rank)
@@ -62,7 +69,7 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         leave_status("stopped", reason)
         if world.rank == 0:
             stop.clear()
-            step = trainer.state.step
+            step = trainer.state.step if trainer else newest_step(folder)
             print(f"stopped by {reason}; the same command goes on from step {step:,}", flush=True)
         return EXIT_STOPPED
     except UserError as error:
@@ -76,6 +83,7 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         leave_status("failed", "interrupted twice; what came after the last checkpoint is lost")
         raise
     finally:
+        stop.ignore()
         lock.close()
         distributed.shutdown()
 
@@ -98,6 +106,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
     ranks = world.rank, world.world_size
     checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
+    checkpoints.remove_partial()
     checkpoint = checkpoints.newest_whole()
     if checkpoint:
         if arguments.resume == "never":
@@ -115,15 +124,16 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
     if checkpoint:
-        load(engine, checkpoint)
+        load(engine, checkpoint, *ranks)
     recorder = progress = None
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_settings(preparation, world, optimizer_name)
+        going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
+        _write_settings(preparation, world, optimizer_name, going_on)
         _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
         recorder = Recorder(folder, state.step)
         progress = ProgressLine(preparation.max_steps, state.step)
-        _say_start(preparation, world, state, optimizer_name, started)
+        _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
         recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.step)
     trainer = Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
@@ -148,6 +158,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         eval_interval=arguments.eval_interval,
         eval_instances=arguments.eval_instances,
         keep=arguments.keep,
+        keep_every=arguments.keep_every,
     )
 
 
@@ -193,7 +204,20 @@ def _make_engine(preparation: Preparation, world: World):
     return engine, f"{choice.name}: {choice.why}"
 
 
-def _write_settings(preparation: Preparation, world: World, optimizer_name: str) -> None:
+def _going_on(preparation: Preparation, world: World, checkpoint: Checkpoint) -> list[str]:
+    """What the user is told about a run that goes on."""
+    state, now, before = checkpoint.state, world.world_size, checkpoint.world_size
+    was = "" if now == before else f" (was on {before})"
+    lines = [
+        f"going on from step {state.step:,} on {now} rank{'s' * (now > 1)}{was}, {state.consumed:,} instances read"
+    ]
+    config = preparation.config
+    if was and (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
+        lines.append("dropout is drawn per rank: on another number of ranks the run goes on with other draws")
+    return lines
+
+
+def _write_settings(preparation: Preparation, world: World, optimizer_name: str, going_on: list[str]) -> None:
     """settings.json: everything that the run was started with, so that its folder explains itself."""
     content = {
         "arguments": {
@@ -207,7 +231,7 @@ def _write_settings(preparation: Preparation, world: World, optimizer_name: str)
         "optimizer": {"kernel": optimizer_name} | preparation.lowered.optimizer.model_dump(),
         "schedule": preparation.schedule.model_dump(),
         "written_in": json.loads(preparation.arguments.deepspeed_config.read_text(encoding="utf-8-sig")),
-        "notes": preparation.notes,
+        "notes": [*preparation.notes, *going_on],
         "world_size": world.world_size,
         "device": str(world.device),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy", "webdataset")},
@@ -242,13 +266,8 @@ def _commit() -> str | None:
         return None
 
 
-def _say_start(
-    preparation: Preparation, world: World, state: TrainState, optimizer_name: str, started: float
-) -> None:
-    print("\n".join(preparation.describe(world.world_size)))
-    print(f"optimizer: {optimizer_name}")
-    if state.step:
-        print(f"going on from step {state.step:,}, {state.consumed:,} instances read")
+def _say_start(preparation: Preparation, world: World, lines: list[str], started: float) -> None:
+    print("\n".join([*preparation.describe(world.world_size), *lines]))
     print(f"curves: tensorboard --logdir {preparation.run_folder.parent}")
     print(f"started in {time.monotonic() - started:.1f} s", flush=True)
 

@@ -12,15 +12,17 @@ import sys
 import time
 
 from data_prep.errors import UserError, run_program
-from pretraining.arguments import parse_arguments, prepare, run_folder
 from pretraining.stop import StopFlag
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code: 0 finished, 2 bad input, 75 stopped and to be started again."""
+    stop = StopFlag()
     started = time.monotonic()
+    from pretraining.arguments import parse_arguments, prepare, run_folder
+
     arguments = parse_arguments(argv, __doc__)
-    stop = StopFlag(run_folder(arguments))
+    stop.watch(run_folder(arguments))
     # From here on it takes seconds: torch and DeepSpeed are imported.
     from pretraining.distributed import find_placement
 

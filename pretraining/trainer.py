@@ -17,7 +17,7 @@ from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
 from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import StepShare, evaluation_batches
-from pretraining.distributed import World, all_sum, gradient_accumulation
+from pretraining.distributed import World, all_sum, gather_objects, gradient_accumulation
 from pretraining.metrics import ProgressLine, Recorder
 from pretraining.model import PreTrainingOutput
 from pretraining.optimizer import ScheduleSettings, learning_rate
@@ -82,6 +82,7 @@ class RunSettings:
     eval_interval: int
     eval_instances: int
     keep: int
+    keep_every: int
 
 
 class Trainer:
@@ -121,6 +122,7 @@ class Trainer:
         self.progress = progress
         self.stop = stop
         self._saved_step = state.step
+        self._problem: OSError | None = None  # of the metrics, until all ranks know of it
         self._last_sums: Sums | None = None
         self._last_skipped = False
         self._logged_at = time.monotonic()
@@ -141,12 +143,19 @@ class Trainer:
                     self.save()
                 if finished:
                     break
+        self.stop.ignore()
         self.save()
+        self._publish()
         return finished
 
     def train_step(self, share: StepShare) -> bool:
         """Train on one global batch; False, and nothing done, if some rank was asked to stop."""
-        masked, tokens, stop = all_sum([share.masked_lm_count, share.tokens, self.stop.raised()])
+        flags = self.stop.raised(), self.checkpoints.is_written, self._problem is not None
+        masked, tokens, stop, written, problems = all_sum([share.masked_lm_count, share.tokens, *flags])
+        if written == self.world.world_size:
+            self._publish()
+        if problems:
+            self._end_if_unrecorded()
         if stop:
             return False
         sums = self._forward_backward(share, masked)
@@ -209,11 +218,27 @@ class Trainer:
             "speed/padding_avoided": 1 - tokens / (self.settings.train_batch_size * self.settings.seq_len),
         }
         self._tokens_since, self._wait_since = 0, 0.0
-        if self.recorder:
-            self.recorder.record(self.state.step, values)
+        self._record(values)
         if self.progress:
             self.progress.update(
                 self.state.step, 0.0, loss=means["loss"], tokens_per_second=tokens_per_second
+            )
+
+    def _record(self, values: dict[str, float]) -> None:
+        if self.recorder and not self._problem:
+            try:
+                self.recorder.record(self.state.step, values)
+            except OSError as error:
+                self._problem = error
+
+    def _end_if_unrecorded(self) -> None:
+        """End the run on all ranks if rank 0 could not write its metrics; a collective call."""
+        problem = gather_objects(self._problem and str(self._problem))[0]
+        if problem:
+            self._publish()
+            raise UserError(
+                f"step {self.state.step:,}: the metrics could not be written ({problem}); mend that, or make room on the "
+                f"disk, and run the same command again: it goes on from step {self._saved_step:,}"
             )
 
     def _finite(self, means: dict[str, float]) -> dict[str, float]:
@@ -224,6 +249,7 @@ class Trainer:
         if not math.isfinite(means["loss"]) and not (
             self.settings.precision == "fp16" and self._last_skipped
         ):
+            self._publish()
             raise UserError(
                 f"step {self.state.step:,}: the loss is {means['loss']}: the run has diverged; nothing was saved since "
                 f"step {self._saved_step:,}; lower the learning rate or lengthen the warm-up, with another --output"
@@ -245,8 +271,7 @@ class Trainer:
             on_batch=lambda: self.progress and self.progress.update(self.state.step, 0.0),
         )
         self._logged_at += time.monotonic() - started
-        if self.recorder:
-            self.recorder.record(self.state.step, {f"eval/{name}": value for name, value in means.items()})
+        self._record({f"eval/{name}": value for name, value in means.items()})
         if self.progress:
             text = f"step {self.state.step:,}: held-out masked-LM loss {means['masked_lm_loss']:.4f}, "
             text += f"accuracy {means['masked_lm_accuracy']:.1%}"
@@ -256,19 +281,30 @@ class Trainer:
         return means
 
     def save(self) -> None:
-        """Save a checkpoint, unless this step has one."""
+        """Begin to save a checkpoint, unless this step has one; training may go on meanwhile."""
         if self.state.step == self._saved_step:
             return
         started = time.monotonic()
         self._finite(self._last_sums.reduce(self.engine.module.next_sentence_head is not None))
-        if self.recorder:
-            self.recorder.flush()
-        path = self.checkpoints.save(self.engine, self.state)
-        self.checkpoints.prune(self.settings.keep)
+        if self.recorder and not self._problem:
+            try:
+                self.recorder.flush()
+            except OSError as error:
+                self._problem = error
+        self._end_if_unrecorded()
+        self._publish()
+        self.checkpoints.save(self.engine, self.state)
         self._saved_step = self.state.step
         self._logged_at += time.monotonic() - started
+
+    def _publish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and make it the newest."""
+        path = self.checkpoints.finish()
+        if path is None:
+            return
+        self.checkpoints.prune(self._saved_step, self.settings.keep, self.settings.keep_every)
         if self.progress:
-            self.progress.say(f"step {self.state.step:,}: saved {path}")
+            self.progress.say(f"step {self._saved_step:,}: saved {path}")
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -11,11 +11,11 @@ from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.model import BertConfig, BertForPreTraining
 
 
-def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300) -> Path:
+def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300, eval_fraction: float = 0.1) -> Path:
     """A SentencePiece tokenizer of made-up text, in folder/tokenizer."""
     text = write_corpus(folder / "tokenizer_text.txt", make_documents(150, seed=seed))
     output = folder / "tokenizer"
-    options = ["--vocab_size", str(vocab_size), "--workers", "1", "--eval_fraction", "0.1"]
+    options = ["--vocab_size", str(vocab_size), "--workers", "1", "--eval_fraction", str(eval_fraction)]
     assert not data_prep(["tokenizer", "--input", str(text), "--output", str(output), *options])
     return output
 
@@ -71,4 +71,5 @@ def write_run(folder: Path, model: BertForPreTraining, tokenizer: Path, step: in
     identity = {"model": model.config.to_dict(), "precision": "fp32"}
     checkpoints = Checkpoints(folder, identity, 0, 1, lambda value: [value], print)
     shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-    return checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))
+    checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))
+    return checkpoints.finish()

@@ -2,26 +2,39 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked_ranks
 import numpy as np
-import psutil
 import pytest
 import torch
 from corpora import make_documents, write_corpus
+from training_runs import (
+    BATCH,
+    STEPS,
+    arguments,
+    command,
+    deepspeed_json,
+    environment,
+    final_parameters,
+    kill_when,
+    logged_step,
+    metrics,
+    train,
+)
 
 from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
 from data_prep.masking import MaskPolicy
 from data_prep.run import main as data_prep
-from data_prep.shards import ShardSet
+from data_prep.shards import ShardSet, manifest_bytes
 from data_prep.workers import work_lock
 from pretraining.arguments import identity, parse_arguments, prepare
 from pretraining.checkpoint import Checkpoints, TrainState
@@ -36,7 +49,6 @@ from pretraining.run import main
 from pretraining.stop import STOP_SIGNALS, StopFlag
 from pretraining.trainer import Trainer
 
-BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 GOLDEN = Path(__file__).parent / "golden" / "tiny_losses.json"
 
 
@@ -61,173 +73,12 @@ def shards(tmp_path_factory) -> Path:
     return folder / "shards"
 
 
-def deepspeed_json(folder: Path, **changes) -> Path:
-    content = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.01},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": STEPS},
-        },
-    }
-    path = folder / "test.json"
-    path.write_text(json.dumps(content | changes))
-    return path
-
-
-def command(
-    shards: Path, output: Path, ranks: int = 1, launcher: str = "torchrun", options: tuple[str, ...] = ()
-) -> list[str]:
-    repository = Path(__file__).parent.parent
-    program = [
-        str(repository / "pretraining" / "run.py"),
-        "--deepspeed_config",
-        str(deepspeed_json(shards.parent)),
-    ]
-    program += [
-        "--data",
-        str(shards),
-        "--model",
-        "tiny",
-        "--output",
-        str(output),
-        "--log_interval",
-        "1",
-        *options,
-    ]
-    if launcher == "deepspeed":
-        binary = str(Path(sys.executable).parent / "deepspeed")
-        return [binary, "--num_accelerators", str(ranks), "--master_port", str(_free_port()), *program]
-    if ranks == 1:
-        return [sys.executable, *program]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(ranks),
-        "--master_port",
-        str(_free_port()),
-        *program,
-    ]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
-
-
-def train(*arguments, **options) -> str:
-    """Run to the end and return what was printed."""
-    done = subprocess.run(
-        command(*arguments, **options), env=environment(), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def kill_when(run: list[str], condition, signal_number: int) -> int:
-    """Start a run, signal all of its processes when the condition holds, and give its exit code."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(run, env=environment(), **pipes) as process:
-        deadline = time.monotonic() + 200
-        while not condition():
-            assert process.poll() is None and time.monotonic() < deadline, process.stdout.read().decode()[
-                -3000:
-            ]
-            time.sleep(0.02)
-        # torchrun gives its workers sessions of their own, so a process group would not hold them all.
-        parent = psutil.Process(process.pid)
-        for member in [parent, *parent.children(recursive=True)]:
-            member.send_signal(signal_number)
-        process.stdout.read()
-        return process.wait()
-
-
-def metrics(output: Path) -> list[dict]:
-    """The lines of metrics.jsonl without the numbers that depend on the clock."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if name not in ("speed/tokens_per_second", "speed/data_wait_share")
-        }
-        for line in lines
-    ]
-
-
-def logged_step(output: Path) -> int:
-    path = output / "metrics.jsonl"
-    return (
-        len([line for line in path.read_text().splitlines() if "train/loss" in line]) if path.is_file() else 0
-    )
-
-
-def final_parameters(output: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    path = output / "checkpoints" / f"step-{step:08d}" / "mp_rank_00_model_states.pt"
-    return torch.load(path, weights_only=False)["module"]
-
-
-def flat(value) -> list:
-    """The leaves of a checkpoint in a fixed order."""
-    if isinstance(value, dict):
-        return [leaf for name in sorted(value, key=str) for leaf in flat(value[name])]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value]
-
-
-def assert_checkpoints_equal(left: Path, right: Path) -> None:
-    names = sorted(path.name for path in left.glob("*.pt"))
-    assert names == sorted(path.name for path in right.glob("*.pt")) and len(names) == 3
-    for name in names:
-        a, b = (flat(torch.load(folder / name, weights_only=False)) for folder in (left, right))
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            if isinstance(x, torch.Tensor):
-                assert x.dtype == y.dtype and torch.equal(x, y), name
-
-
 @pytest.fixture(scope="session")
 def undisturbed(shards, tmp_path_factory) -> tuple[Path, str]:
     """Two ranks under the deepspeed launcher from start to end, dropout 0.1, and what was printed."""
     output = tmp_path_factory.mktemp("undisturbed") / "run"
     options = ("--save_interval", "3", "--eval_interval", "3")
     return output, train(shards, output, ranks=2, launcher="deepspeed", options=options)
-
-
-def test_killed_run_goes_on_bit_for_bit(shards, undisturbed, tmp_path):
-    """SIGKILL between checkpoints, then the same command: final checkpoint and metrics are those of an undisturbed run."""
-    output = tmp_path / "run"
-    options = ("--save_interval", "3", "--eval_interval", "3")
-    killed = command(shards, output, ranks=2, options=options)
-    assert kill_when(killed, lambda: logged_step(output) >= 5, signal.SIGKILL) == -signal.SIGKILL
-    assert not (output / "checkpoints" / f"step-{STEPS:08d}").exists()
-    # A checkpoint that was being written, and half a line, are what a kill can leave behind.
-    (output / "checkpoints" / "step-00000006.partial").mkdir(exist_ok=True)
-    with open(output / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "train/lo')
-    printed = train(shards, output, ranks=2, options=options)
-    assert "going on from step 3" in printed or "going on from step 6" in printed
-    last = f"checkpoints/step-{STEPS:08d}"
-    assert_checkpoints_equal(undisturbed[0] / last, output / last)
-    assert metrics(undisturbed[0]) == metrics(output)
-    assert not list((output / "checkpoints").glob("*.partial"))
 
 
 def test_two_ranks_share_gradients_and_optimizer_state(undisturbed):
@@ -345,9 +196,12 @@ def one_rank(shards, tmp_path_factory) -> Path:
 def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
     """1, 2 and 3 ranks (13 instances a step: unequal shares and micro-steps) = plain PyTorch with the whole batch."""
     output = one_rank
-    if ranks > 1:
+    if ranks == 2:
         output = tmp_path / "run"
         train(shards, output, ranks=ranks, options=("--dropout", "0"))
+    elif ranks == 3:
+        output = tmp_path / "run"
+        forked_ranks.run(arguments(shards, output, "--dropout", "0"), ranks, tmp_path / "logs")
     expected, losses, norms = reference(shards)
     actual = final_parameters(output)
     difference = max(float((expected[name] - actual[name]).abs().max()) for name in expected)
@@ -515,20 +369,15 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
     )
     assert done.returncode == 2 and "seed: 0 there, 5 now" in done.stderr
 
+    other_shards = tmp_path / "shards"
+    shutil.copytree(shards, other_shards)
+    other = ShardSet.open(shards).manifest | {"made_with": "another library"}
+    (other_shards / "manifest.json").write_bytes(manifest_bytes(other))
+
     def refusal(*options: str, world_size: int = 1, **changes) -> str | None:
         config = str(deepspeed_json(tmp_path, **changes))
-        arguments = [
-            "--deepspeed_config",
-            config,
-            "--data",
-            str(shards),
-            "--model",
-            "tiny",
-            "--dropout",
-            "0",
-            *options,
-        ]
-        preparation = prepare(parse_arguments(arguments), world_size)
+        argv = arguments(shards, one_rank, "--dropout", "0", *options, config=Path(config))
+        preparation = prepare(parse_arguments(argv), world_size)
         checkpoints = Checkpoints(
             one_rank, identity(preparation), 0, world_size, lambda value: [value], print
         )
@@ -538,12 +387,24 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
             return str(error)
         return None
 
-    assert refusal() is None and refusal("--log_interval", "3", "--keep", "1") is None
-    assert refusal(train_micro_batch_size_per_gpu=13) is None
+    intervals = (
+        "--save_interval",
+        "3",
+        "--eval_interval",
+        "2",
+        "--eval_instances",
+        "5",
+        "--log_interval",
+        "3",
+    )
+    assert refusal() is None and refusal(*intervals, "--keep", "1", "--keep_every", "4") is None
+    assert refusal(train_micro_batch_size_per_gpu=13) is None and refusal(world_size=5) is None
+    assert refusal(zero_optimization={"stage": 1}) is None
     adamw = {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
     warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     for words, options, changes in (
-        ("world_size: 1 there, 2 now", (), {"world_size": 2}),
+        ("seed: 0 there, 3 now", ("--seed", "3"), {}),
+        ("shards: ", ("--data", str(other_shards)), {}),
         ("model.hidden_dropout_prob: 0.0 there, 0.2 now", ("--dropout", "0.2"), {}),
         ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
         ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
@@ -562,12 +423,17 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
         ("schedule.type: WarmupDecayLR there, WarmupLR now", ("--max_steps", "8"), {"scheduler": warmup}),
     ):
         assert words in (refusal(*options, **changes) or "accepted"), words
+    batch_of_ranks = {
+        "train_batch_size": None,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 13,
+    }
+    assert refusal(**batch_of_ranks) is None
+    assert "train_batch_size: 13 there, 26 now" in refusal(world_size=2, **batch_of_ranks)
 
 
 def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
     """The newest checkpoint whose every byte is right is found, damaged ones are named, and none is never a fresh start."""
-    import shutil
-
     shutil.copytree(one_rank, tmp_path / "run")
     said = []
 
@@ -592,8 +458,6 @@ def test_damaged_checkpoints_are_passed_over(one_rank, tmp_path):
 
 def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
     """A checkpoint.json that is JSON but not ours, whatever is wrong with it, never counts as a whole checkpoint."""
-    import shutil
-
     source = max((one_rank / "checkpoints").glob("step-*"))
     shutil.copytree(source, tmp_path / "checkpoints" / source.name)
     path = tmp_path / "checkpoints" / source.name / "checkpoint.json"
@@ -692,14 +556,18 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk_leaves_the_old_checkpoint_good(shards, small_disk):
+def test_full_disk_leaves_the_old_checkpoint_good(shards, small_disk, tmp_path):
     """A checkpoint that finds the disk full ends all ranks with one sentence; the one before it is whole."""
-    run = command(shards, small_disk / "run", ranks=2, options=("--save_interval", "3"))
-    done = subprocess.run(run, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "No space left on device" in done.stderr
-    assert "could not be written" in done.stderr and "make room on the disk" in done.stderr
+    ranks = forked_ranks.Ranks(
+        arguments(shards, small_disk / "run", "--save_interval", "3"), 2, tmp_path / "logs"
+    )
+    assert ranks.wait() == [2, 2]
+    printed = ranks.printed()
+    assert "No space left on device" in printed and "Traceback" not in printed
+    assert "could not be written" in printed and "make room on the disk" in printed
     checkpoints = Checkpoints(small_disk / "run", {}, 0, 1, lambda value: [value], print)
     assert checkpoints.newest_whole().state.step == 3
+    assert not list(checkpoints.folder.glob("*.partial"))
 
 
 def test_train_state_survives_json():
