@@ -14,7 +14,7 @@ MODEL := tiny
 VOCAB_SIZE := 2000
 RANKS := 2
 LABELS := 500
-ADAPT_STEPS := 200
+ADAPT_STEPS := 100
 DEMO_DATA := data/demo
 DEMO_DIR := runs/demo
 
@@ -116,8 +116,8 @@ SPLIT := $(DEMO_DATA)/reviews
 OWN := $(DEMO_DIR)/$(MODEL)-$(MINUTES)min
 ADAPTED := $(DEMO_DIR)/minilm-on-reviews
 SCORES := $(DEMO_DIR)/sentiment-$(LABELS)
-FINE_TUNE := $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
-  --train_examples $(LABELS) --max_length 128 --pooling mean --seeds 0 1 2 --search_seeds 1
+fine_tune = $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
+  --train_examples $(LABELS) --max_length 64 --epochs $(1) --pooling mean --seeds 0 1 2 --search_seeds 1
 
 # How many steps fit into MINUTES is measured once and kept: a demo that goes on keeps its schedule.
 define COUNT_STEPS
@@ -132,7 +132,7 @@ export COUNT_STEPS
 
 demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, MINUTES of it pretraining; goes on where it was killed
 	$(call stage,Text: reviews held out for the scores are in neither tokenizer nor pretraining)
-	$(PY) data_prep/run.py split --input $(REVIEWS) --output $(SPLIT) --dev_fraction 0.015 --test_fraction 0.03
+	$(PY) data_prep/run.py split --input $(REVIEWS) --output $(SPLIT) --dev_fraction 0.01 --test_fraction 0.03
 	$(call stage,Tokenizer and shards of Wikipedia and reviews)
 	$(PY) data_prep/run.py tokenizer --input $(WIKI) $(SPLIT)/train.csv --output $(DEMO_DATA)/tokenizer \
 	  --vocab_size $(VOCAB_SIZE) --lower_case --eval_fraction 0.02 --sample_mb 8
@@ -140,27 +140,28 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	  --output $(DEMO_DATA)/shards --seq_len 128 --eval_fraction 0.02
 	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards --instances 1
 	$(call stage,Pretraining from nothing: $(MODEL) for $(MINUTES) minutes on $(RANKS) ranks)
+	@mkdir -p $(DEMO_DIR)
 	@test -s $(OWN).steps || { rm -rf $(OWN).probe && $(PRETRAIN) --deepspeed_config ds_configs/demo.json \
 	  --model $(MODEL) --data $(DEMO_DATA)/shards --output $(OWN).probe $(RECIPE) --max_steps 30 --log_interval 15 \
 	  --eval_instances 1 > $(OWN).log 2>&1 || { cat $(OWN).log; exit 1; }; \
 	  $(PY) -c "$$COUNT_STEPS" $(OWN).probe/metrics.jsonl $(MINUTES) > $(OWN).steps && rm -rf $(OWN).probe $(OWN).log; }
 	$(PRETRAIN) --deepspeed_config ds_configs/demo.json --model $(MODEL) --data $(DEMO_DATA)/shards \
-	  --output $(OWN) $(RECIPE) --max_steps $$(cat $(OWN).steps) --eval_interval $$(( $$(cat $(OWN).steps) / 8 + 1 ))
+	  --output $(OWN) $(RECIPE) --max_steps $$(cat $(OWN).steps) --eval_interval $$(( $$(cat $(OWN).steps) / 8 + 1 )) --eval_instances 500
 	$(PY) pretraining/plot.py $(OWN) --output $(OWN)/loss.png
-	$(call stage,Export to a Hugging Face folder, and what the model puts in the place of [MASK])
+	$(call stage,Export to a Hugging Face folder; what the model puts in the place of [MASK])
 	$(PY) pretraining/export.py $(OWN) --output $(OWN)/exported
 	$(PY) pretraining/fill_mask.py $(OWN)/exported "this is one of the [MASK] movies i have ever [MASK]."
 	$(call stage,Pretraining on the reviews from real weights: $(ADAPT_STEPS) steps)
 	$(PY) data_prep/run.py shards --input $(SPLIT)/train.csv --tokenizer $(MINILM) --output $(DEMO_DATA)/shards-minilm \
 	  --seq_len 64 --eval_fraction 0.02
 	$(PRETRAIN) --deepspeed_config ds_configs/adapt.json --data $(DEMO_DATA)/shards-minilm --init_from $(MINILM) \
-	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 100 --eval_instances 300
+	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 50 --eval_instances 300
 	$(PY) pretraining/fill_mask.py $(ADAPTED) "this is one of the [MASK] movies i have ever [MASK]."
 	$(call stage,Is a review good or bad? $(LABELS) labels from three starts)
-	$(FINE_TUNE) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
-	  --output $(SCORES)/random --learning_rate 5e-4 1e-3 2e-3 --epochs 5
-	$(FINE_TUNE) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 5e-4 1e-3 2e-3 --epochs 5
-	$(FINE_TUNE) --init_from $(ADAPTED) --output $(SCORES)/minilm --learning_rate 5e-5 1e-4 2e-4 --epochs 2
+	$(call fine_tune,5) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
+	  --output $(SCORES)/random --learning_rate 1e-3 3e-3
+	$(call fine_tune,5) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 3e-4 1e-3
+	$(call fine_tune,2) --init_from $(ADAPTED) --output $(SCORES)/minilm --learning_rate 1e-4 2e-4
 	$(call stage,Scores)
 	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/minilm
 	$(call stage,Done)
