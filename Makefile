@@ -114,7 +114,7 @@ RECIPE := --dropout 0 --no_next_sentence --masked_lm_prob 0.4 --initializer_rang
 PRETRAIN := PATH="$(CURDIR)/.venv/bin:$$PATH" deepspeed --num_accelerators $(RANKS) pretraining/run.py
 SPLIT := $(DEMO_DATA)/reviews
 OWN := $(DEMO_DIR)/$(MODEL)-$(MINUTES)min
-ADAPTED := $(DEMO_DIR)/minilm-on-reviews
+ADAPTED := $(DEMO_DIR)/minilm-$(ADAPT_STEPS)steps
 SCORES := $(DEMO_DIR)/sentiment-$(LABELS)
 fine_tune = $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
   --train_examples $(LABELS) --max_length 64 --epochs $(1) --pooling mean --seeds 0 1 2 --search_seeds 1
@@ -160,16 +160,16 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	$(call stage,Is a review good or bad? $(LABELS) labels from three starts)
 	$(call fine_tune,5) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
 	  --output $(SCORES)/random --learning_rate 1e-3 3e-3
-	$(call fine_tune,5) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 3e-4 1e-3
-	$(call fine_tune,2) --init_from $(ADAPTED) --output $(SCORES)/minilm --learning_rate 1e-4 2e-4
+	$(call fine_tune,5) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 1e-3 3e-3
+	$(call fine_tune,2) --init_from $(ADAPTED) --output $(SCORES)/$(notdir $(ADAPTED)) --learning_rate 1e-4 2e-4
 	$(call stage,Scores)
-	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/minilm
+	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/$(notdir $(ADAPTED))
 	$(call stage,Done)
 	@echo 'text and shards    $(DEMO_DATA)'
 	@echo 'pretrained         $(OWN) (exported/ for Hugging Face, loss.png) and $(ADAPTED)'
 	@echo 'classifiers        $(SCORES)'
 	@echo 'to see the curves  .venv/bin/tensorboard --logdir runs'
-	@echo 'to try it          .venv/bin/python fine_tuning/predict.py $(SCORES)/minilm "a charming and often affecting journey"'
+	@echo 'to try it          .venv/bin/python fine_tuning/predict.py $(SCORES)/$(notdir $(ADAPTED)) "a charming and often affecting journey"'
 	@echo 'to go further      make demo MINUTES=60'
 
 clean:  ## remove .venv and caches; data/ and runs/ stay
