@@ -35,6 +35,11 @@ def positive_float(text: str) -> float:
     return _number(text, float, "a number above 0", lambda value: 0 < value < float("inf"))
 
 
+def non_negative_float(text: str) -> float:
+    """A number from 0."""
+    return _number(text, float, "a number from 0", lambda value: 0 <= value < float("inf"))
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     return _number(text, float, "a share from 0 to 1", lambda value: 0 <= value <= 1)

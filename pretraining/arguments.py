@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
-from data_prep.options import Help, positive_float, positive_int, probability, share, whole_number
+from data_prep.options import (
+    Help,
+    non_negative_float,
+    positive_float,
+    positive_int,
+    probability,
+    share,
+    whole_number,
+)
 
 if TYPE_CHECKING:  # imported where they are needed: --help takes no time
     from data_prep.masking import MaskPolicy
@@ -81,6 +89,17 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--keep", type=positive_int, default=3, help="checkpoints to keep, the newest")
     every = "keep for ever the checkpoints of each step that this divides; 0: none"
     add("--keep_every", type=whole_number, default=0, metavar="STEPS", help=every)
+    rollbacks = "times that the run goes back to its last good checkpoint, and on without the batches at fault, when a "
+    rollbacks += (
+        "loss, gradient or weight is not finite or the loss scale at its floor; 0: stop at once. A loss is "
+    )
+    rollbacks += "looked at before the next step begins, weights before each evaluation and checkpoint"
+    add("--max_rollbacks", type=whole_number, default=3, metavar="N", help=rollbacks)
+    spike = "go back for a spike too: 5 losses in a row above the median of the 95 before them by K median absolute "
+    spike += (
+        "deviations and by a tenth; 10 is a careful start. 0: never, since most spikes pass by themselves"
+    )
+    add("--spike_factor", type=non_negative_float, default=0, metavar="K", help=spike)
     dry_run = "say what the run will be, and what is replaced on this machine, and stop"
     add("--dry_run", action="store_true", help=dry_run)
 
