@@ -66,9 +66,7 @@ class Ranks:
         prepare: called in each rank before the program, with RANK in its environment; it can be pickled.
     """
 
-    def __init__(
-        self, argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None
-    ):
+    def __init__(self, argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None):
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"rank-{rank}.log" for rank in range(count)]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

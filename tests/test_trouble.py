@@ -1,13 +1,12 @@
 """Trouble that is injected into real runs: what is noticed, what is kept, where the run goes on, and when it ends."""
 
+import itertools
 import json
 import math
 import random
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import injections
 import pytest
@@ -22,7 +21,15 @@ from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet
 from pretraining import trouble
 from pretraining.checkpoint import TrainState
-from pretraining.trouble import HISTORY, SPIKE_STEPS, SPIKE_WINDOW, TroubleError, find_trouble, is_spike
+from pretraining.trouble import (
+    HISTORY,
+    SPIKE_STEPS,
+    SPIKE_WINDOW,
+    TroubleError,
+    find_trouble,
+    is_spike,
+    loss_scale_cannot_fall,
+)
 
 STEPS = 10
 SCHEDULE = {
@@ -115,3 +122,128 @@ def test_bad_weights_are_never_saved_and_rollbacks_end(shards, tmp_path):
         leaves = flat(torch.load(path, weights_only=False))
         assert all(leaf.isfinite().all() for leaf in leaves if isinstance(leaf, torch.Tensor))
     assert (output / "checkpoints" / "latest").read_text() == "step-00000006\n"
+
+
+@pytest.mark.slow
+def test_a_loss_scale_at_its_floor_and_a_spike_are_trouble(shards, tmp_path):
+    """fp16 with DeepSpeed's scaler: one overflow is passed over, a second at the floor is not, nor are two high losses."""
+    output = tmp_path / "run"
+    prepare = partial(
+        injections.each,
+        injections.allow_fp16,
+        injections.small_spikes,
+        partial(injections.scale_losses, {8: NAN, 12: NAN, 28: 3.0, 32: 3.0}, rank=0),
+    )
+    fp16 = {"enabled": True, "initial_scale_power": 5, "min_loss_scale": 16, "hysteresis": 1}
+    options = ("--save_interval", "1", "--spike_factor", "4", "--keep", "9", "--eval_instances", "4")
+    argv = program(shards, output, *options, "--max_steps", "7", fp16=fp16, train_batch_size=4)
+    printed = run(argv, 1, tmp_path / "logs", prepare)
+    floor, spike = (line for line in printed.splitlines() if "(rollback " in line)
+    assert "step 4: gradients overflow at the smallest loss scale, 16 (min_loss_scale)" in floor
+    assert "gone back to step 1 and leaves out the batches of steps 2 to 4" in floor
+    evidence = json.loads((output / "trouble" / "step-4.json").read_text())
+    assert evidence["loss_scale"] == 16 and evidence["positions"] == [[4, 16]]
+    assert [loss is None for _, loss in evidence["losses"]] == [False, False, True, True]
+    assert (
+        "step 6: the loss is" in spike
+        and "gone back to step 3 and leaves out the batches of steps 4 to 6" in spike
+    )
+    state = train_state(newest(output))
+    assert state["skipped_ranges"] == [[4, 16], [24, 36]] and state["rollbacks"] == 2
+    assert state["skipped_steps"] == 0 and state["step"] == 7 and status(output)["state"] == "finished"
+
+
+def scalers() -> list[DynamicLossScaler]:
+    return [
+        DynamicLossScaler(2.0**power, 10, 4.0, hysteresis, consecutive, dtype=torch.float32)
+        for power in (2, 3, 4)
+        for hysteresis in (1, 2, 3)
+        for consecutive in (False, True)
+    ]
+
+
+def test_the_floor_is_where_deepspeed_would_raise(monkeypatch):
+    """Whatever the scale and the hysteresis: the scale cannot fall exactly where DeepSpeed's scaler raises its error."""
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
+    draw, raised = random.Random(1), 0
+    for ours, theirs in zip(scalers(), scalers(), strict=True):
+        for _ in range(40):
+            overflow, cannot_fall = draw.random() < 0.6, loss_scale_cannot_fall(ours)
+            ours.update_scale(overflow)
+            if overflow and cannot_fall:
+                raised += 1
+                with pytest.raises(Exception, match="already at minimum"):
+                    theirs.update_scale(overflow)
+                break
+            theirs.update_scale(overflow)
+            assert ours.cur_scale == theirs.cur_scale
+    assert raised > 10 and loss_scale_cannot_fall(LossScaler(128.0))
+
+
+def found(losses: list[float | None], loss: float, scaler, cannot_fall: bool = True, factor: float = 0.0):
+    """Steps and positions of the trouble that is found at the end of these losses, 10 instances a step; or None."""
+    history = [(100 + 10 * i, value) for i, value in enumerate(losses)]
+    state = TrainState(0, 1, 1, "", step=50, consumed=100 + 10 * len(losses), history=history)
+    try:
+        find_trouble(state, loss, scaler, cannot_fall, factor)
+    except TroubleError as error:
+        return error.first_step, error.step, error.start, error.stop
+    return None
+
+
+def test_rules_of_trouble():
+    """What is trouble with and without dynamic loss scaling, and which steps are at fault."""
+    fixed, dynamic = LossScaler(1.0), DynamicLossScaler(2.0**4, 10, 1.0, 1, False)
+    assert found([2.0, 1.9], 1.9, fixed) is None
+    for scaler in (fixed, dynamic):
+        assert (
+            found([2.0, NAN], NAN, scaler) == found([2.0, math.inf], math.inf, scaler) == (50, 50, 110, 120)
+        )
+    assert found([2.0, None], 1.9, fixed) == (50, 50, 110, 120)
+    assert found([2.0, None], NAN, dynamic, cannot_fall=False) is None
+    assert found([2.1, 2.0, None, None, None], NAN, dynamic) == (47, 50, 110, 150)
+    assert found([None, None], NAN, dynamic) == (49, 50, 100, 120)  # the history goes no further back
+
+
+def test_a_spike_lasts_and_stands_out():
+    """Five losses in a row beyond the deviations and the tenth are a spike; four, slow rises, noise and falls are not."""
+    draw = random.Random(2)
+    calm = [7 - i / 100 + draw.gauss(0, 0.05) for i in range(SPIKE_WINDOW)]
+    high = [8.1] * SPIKE_STEPS
+    assert is_spike(calm + high, 5) and not is_spike(calm[1:] + high, 5)
+    assert not is_spike(calm + high, 20)
+    assert not is_spike(calm + [*high[1:], 6.5], 5) and not is_spike([*calm, 6.5, *high[1:]], 5)
+    assert not is_spike([2.0] * SPIKE_WINDOW + [2.19] * SPIKE_STEPS, 5)
+    assert is_spike([2.0] * SPIKE_WINDOW + [2.21] * SPIKE_STEPS, 5)
+    for slope in (-0.02, 0.0, 0.01):
+        losses = [5 + slope * i + draw.gauss(0, 0.05) for i in range(1000)]
+        assert not any(is_spike(losses[:end], 10) for end in range(1000))
+    dynamic = DynamicLossScaler(2.0**4, 10, 1.0, 1, False)
+    assert found(calm + high, 8.1, dynamic, factor=5.0) == (
+        45,
+        50,
+        100 + 10 * (HISTORY - 6),
+        100 + 10 * HISTORY,
+    )
+    assert found(calm + high, 8.1, dynamic, factor=0.0) is None
+
+
+def test_skipped_ranges_stay_sorted_and_disjoint():
+    """Random steps that are skipped one after the other: exactly their positions are left out, whatever touches whatever."""
+    draw = random.Random(3)
+    for _ in range(200):
+        state, expected = TrainState(0, 1, 1, ""), set()
+        for number in range(5):
+            start = draw.randrange(60)
+            stop = start + draw.randint(1, 12)
+            left = {
+                g
+                for first, last in trouble._left_between(start, stop, state.skipped_ranges)
+                for g in range(first, last)
+            }
+            assert left == set(range(start, stop)) - expected
+            state = trouble.skip(state, TroubleError("", 9, 9, start, stop))
+            expected |= set(range(start, stop))
+            assert state.rollbacks == number + 1
+            assert expected == {g for first, last in state.skipped_ranges for g in range(first, last)}
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(state.skipped_ranges))
