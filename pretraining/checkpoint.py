@@ -36,13 +36,14 @@ class TrainState:
         step: global batches taken from the data, skipped ones counted.
         skipped_steps: of these, those whose update was skipped because a gradient overflowed.
         consumed: position in the order of instances (order.py) behind the last batch.
-        tokens: real tokens trained on.
+        tokens: real tokens trained on, in all phases.
         seed: of everything random.
         lanes, window: of the order.
         manifest_sha256: of the shard set.
         phase: number of the training phase, from 1; each has shards and a counter of its own.
         skipped_ranges: half-open ranges of positions that are left out (after a rollback); sorted and disjoint.
         rollbacks: how often the run has gone back to a checkpoint (trouble.py).
+        earlier_steps, earlier_samples: of the phases before this one; its curves begin there.
         history: of the last steps, the position before each and its loss, None if its update was skipped.
     """
 
@@ -57,12 +58,19 @@ class TrainState:
     phase: int = 1
     skipped_ranges: list[tuple[int, int]] = field(default_factory=list)
     rollbacks: int = 0
+    earlier_steps: int = 0
+    earlier_samples: int = 0
     history: list[tuple[int, float | None]] = field(default_factory=list)
 
     @property
     def applied_steps(self) -> int:
         """Updates that were applied; the learning rate is a function of it."""
         return self.step - self.skipped_steps
+
+    @property
+    def global_step(self) -> int:
+        """The x axis of the curves, which goes on from phase to phase."""
+        return self.earlier_steps + self.step
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
@@ -249,7 +257,7 @@ class Checkpoints:
                 shutil.rmtree(path)
                 continue
             try:
-                manifest, _ = _read_manifest(path)
+                manifest, _ = read_manifest(path)
             except NOT_OURS:  # a damaged one stays as it is
                 continue
             _write_manifest(path, manifest | {"train_state": manifest["train_state"] | known})
@@ -294,10 +302,21 @@ class Checkpoints:
             )
         return None
 
+    def whole(self, path: Path) -> Checkpoint:
+        """The checkpoint in a folder, not necessarily of this run; all ranks call it and share the hashing.
+
+        Raises:
+            UserError: a byte of it is not as it was written.
+        """
+        manifest, faults = self._inspect(path)
+        if faults:
+            raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
+        return Checkpoint(path, manifest)
+
     def _inspect(self, path: Path) -> tuple[dict, list[str]]:
         """Manifest of a checkpoint and what is wrong with its files; the ranks share the hashing."""
         try:
-            manifest, entries = _read_manifest(path)
+            manifest, entries = read_manifest(path)
         except NOT_OURS as error:
             manifest, entries, faults = {}, [], [f"{MANIFEST} is not one of ours ({error!r})"]
         else:
@@ -337,7 +356,7 @@ def _write_manifest(path: Path, manifest: dict) -> None:
     write_atomically(path / MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
 
 
-def _read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
+def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
     """The manifest of a checkpoint, and its files with sizes and hashes; raises whatever is wrong with it."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format_version"] != FORMAT_VERSION:
@@ -372,8 +391,4 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: a byte of it is not as it was written.
     """
-    alone = Checkpoints(path.parent.parent, {}, 0, 1, lambda value: [value], print)
-    manifest, faults = alone._inspect(path)
-    if faults:
-        raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
-    return Checkpoint(path, manifest)
+    return Checkpoints(path.parent.parent, {}, 0, 1, lambda value: [value], print).whole(path)

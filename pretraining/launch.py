@@ -32,6 +32,7 @@ from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
+from pretraining.phase import load_phase, next_phase
 from pretraining.repartition import load
 from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
@@ -124,7 +125,7 @@ def _train(preparation: Preparation, trainer: Trainer, leave_status: Callable[[s
         said = go_back(trainer, trouble, preparation.run_folder, preparation.arguments.max_rollbacks)
         leave_status("running", said)
         if trainer.recorder:
-            trainer.recorder.note("trouble", said, trainer.state.step)
+            trainer.recorder.note("trouble", said, trainer.state.global_step)
             trainer.progress.say(said)
 
 
@@ -150,18 +151,26 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     else:
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
+    earlier = preparation.start and preparation.start.checkpoint
     if checkpoint:
         load(engine, checkpoint, *ranks)
+    elif earlier:
+        state = next_phase(earlier, state)
+        keep = {
+            "keep_moments": arguments.phase_optimizer == "keep",
+            "keep_step": arguments.phase_step == "keep",
+        }
+        load_phase(engine, earlier, world, **keep)
     recorder = progress = None
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
         _write_settings(preparation, world, optimizer_name, going_on)
         _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
-        recorder = Recorder(folder, state.step)
+        recorder = Recorder(folder, state.global_step)
         progress = ProgressLine(preparation.max_steps, state.step)
         _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
-        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.step)
+        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
     )

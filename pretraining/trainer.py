@@ -236,7 +236,7 @@ class Trainer:
             "optimizer/gradient_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "optimizer/loss_scale": float(getattr(self.engine.optimizer, "loss_scale", 1.0)),
             "optimizer/skipped_steps": self.state.skipped_steps,
-            "progress/samples": self.state.step * self.settings.train_batch_size,
+            "progress/samples": self.state.earlier_samples + self.state.step * self.settings.train_batch_size,
             "progress/tokens": self.state.tokens,
             "progress/epoch": self.state.consumed / int(self.shard_set.block_offsets("train")[-1]),
             "speed/tokens_per_second": tokens_per_second,
@@ -253,7 +253,7 @@ class Trainer:
     def _record(self, values: dict[str, float]) -> None:
         if self.recorder:
             with self._metrics_problem():
-                self.recorder.record(self.state.step, values)
+                self.recorder.record(self.state.global_step, values)
 
     @contextlib.contextmanager
     def _metrics_problem(self) -> Iterator[None]:
@@ -329,7 +329,7 @@ class Trainer:
         self._tokens_since, self._wait_since, self._logged_at = 0, 0.0, time.monotonic()
         if self.recorder:
             with self._metrics_problem():
-                self.recorder.go_back(state.step)
+                self.recorder.go_back(state.global_step)
 
     def publish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and make it the newest."""

@@ -86,3 +86,19 @@ def each(*prepare) -> None:
 def work_in(folders: list[Path]) -> None:
     """Each rank has a working folder of its own, as on nodes with disks of their own."""
     os.chdir(folders[int(os.environ["RANK"])])
+
+
+def dump_at_start(folder: Path) -> None:
+    """Keep what this rank's optimizer holds before the first step."""
+    from pretraining.trainer import Trainer
+
+    original = Trainer.run
+
+    def run(self, batches):
+        zero = self.engine.optimizer
+        folder.mkdir(exist_ok=True)
+        content = {"optimizer_state_dict": zero.state_dict()}
+        torch.save(content, folder / f"zero_pp_rank_{self.world.rank}_mp_rank_00_optim_states.pt")
+        return original(self, batches)
+
+    Trainer.run = run
