@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from data_prep.errors import UserError
 from data_prep.options import (
     Help,
+    local_folder,
     non_negative_float,
     positive_float,
     positive_int,
@@ -44,7 +45,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     config_help = "batch sizes, precision, ZeRO, optimizer and schedule, in DeepSpeed's words"
     add("--deepspeed_config", type=Path, required=True, metavar="JSON", help=config_help)
     data = Path("data/shards")
-    add("--data", type=Path, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
+    add("--data", type=local_folder, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
     sizes = "layers/hidden size 2/128, 4/256, 4/512, 8/512, 12/768, 24/1024"
     add("--model", choices=PRESET_NAMES, help=f"{sizes} (default: base)")
     start = "start from the weights of a run, a checkpoint or a Hugging Face folder, whose size the model then has"

@@ -17,6 +17,7 @@ from data_prep.errors import UserError
 from data_prep.plan import differences
 from data_prep.shards import file_sha256, sync, write_atomically
 from pretraining.checkpoint_writer import Writer
+from pretraining.distributed import AgreedError
 
 FOLDER = "checkpoints"
 LATEST = "latest"
@@ -203,7 +204,7 @@ class Checkpoints:
         if problems:
             text, full = problems[0]
             remedy = "make room on the disk" if full else "mend that"
-            raise UserError(
+            raise AgreedError(
                 f"{self.folder}: a checkpoint could not be written ({text}); {remedy} and run the same command again: "
                 "it goes on from the last checkpoint"
             )

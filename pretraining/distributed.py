@@ -336,9 +336,11 @@ def raise_together(problem: UserError | None) -> None:
 
     A rank that raised it alone would leave the others waiting, until they end with an error of the network's.
     """
-    problems = [text for text in gather_objects(problem and str(problem)) if text]
-    if problems:
-        raise AgreedError(problems[0])
+    problems = gather_objects((str(problem), socket.gethostname()) if problem else None)
+    for rank, found in enumerate(problems):
+        if found:
+            text, host = found
+            raise AgreedError(f"{text} (found by rank {rank} on {host})" if rank else text)
 
 
 def gradient_accumulation(engine, max_micro_steps: int) -> AbstractContextManager[None]:

@@ -115,7 +115,18 @@ class Trainer:
             TroubleError: training cannot go on from here; nothing is saved since it began.
             AgreedError: of some rank's.
         """
-        shares, finished = iter(batches), self.state.step >= self.settings.max_steps
+        try:
+            finished = self._run(iter(batches))
+            self.stop.ignore()
+            self.save()
+        except AgreedError:
+            self.publish()  # what was saved before it is good
+            raise
+        self.publish()
+        return finished
+
+    def _run(self, shares: Iterator[StepShare]) -> bool:
+        finished = self.state.step >= self.settings.max_steps
         while not finished:
             if not self.train_step(self._next(shares)):
                 break
@@ -124,9 +135,6 @@ class Trainer:
                 self.evaluate()
             if finished or _is_due(step, self.settings.save_interval):
                 self.save()
-        self.stop.ignore()
-        self.save()
-        self.publish()
         return finished
 
     def _next(self, shares: Iterator[StepShare]) -> StepShare | None:
@@ -150,7 +158,7 @@ class Trainer:
         last = self._last.sums.local() if self._last else ()
         masked, tokens, stop, written, problems, *last = all_sum([*own, *flags, *last])
         if problems:
-            self._end_together()
+            raise_together(self._problem)
         if self._last:
             self._judge(last)
         if written == self.world.world_size:
@@ -266,15 +274,6 @@ class Trainer:
                 f"disk, and run the same command again: it goes on from step {self._saved_step:,}"
             )
 
-    def _end_together(self) -> None:
-        """End the run on all ranks if one of them has a problem; a collective call."""
-        problem, self._problem = self._problem, None
-        try:
-            raise_together(problem)
-        except AgreedError:
-            self.publish()  # what was saved before it is good
-            raise
-
     def evaluate(self) -> dict[str, float] | None:
         """Loss and accuracies on the held-out shards with their stored masks; None if there are none."""
         if not self.shard_set.block_offsets("eval")[-1]:
@@ -309,7 +308,7 @@ class Trainer:
         if self.recorder:
             with self._metrics_problem():
                 self.recorder.flush()
-        self._end_together()
+        raise_together(self._problem)
         self.publish()
         self.checkpoints.save(self.engine, self.state)
         self._saved_step = self.state.step

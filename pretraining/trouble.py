@@ -119,8 +119,10 @@ def check_weights(engine, state: TrainState) -> None:
         if torch.is_tensor(value)
     ]
     tensors = [*engine.module.parameters(), *zero.single_partition_of_fp32_groups, *moments]
-    finite = torch.stack([tensor.detach().isfinite().all().to(engine.device) for tensor in tensors])
-    if not all_true(bool(finite.all())):
+    # The extremes are NaN if one number is, and are found many times faster than isfinite().all().
+    extremes = [torch.stack(tensor.detach().aminmax()).float() for tensor in tensors if tensor.numel()]
+    finite = torch.stack([pair.to(engine.device) for pair in extremes]).isfinite().all()
+    if not all_true(bool(finite)):
         raise _trouble(state, "a weight or moment is not finite after the update", 1)
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from training_runs import arguments, assert_checkpoints_equal, deepspeed_json, f
 from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet
 from pretraining import trouble
+from pretraining.arguments import parse_arguments
 from pretraining.checkpoint import TrainState
 from pretraining.trouble import (
     HISTORY,
@@ -247,3 +249,45 @@ def test_skipped_ranges_stay_sorted_and_disjoint():
             assert state.rollbacks == number + 1
             assert expected == {g for first, last in state.skipped_ranges for g in range(first, last)}
             assert all(a[1] < b[0] for a, b in itertools.pairwise(state.skipped_ranges))
+
+
+def flip_a_byte(shards: Path, split: str) -> str:
+    """Change one byte inside the first block of a split; returns the shard's name."""
+    shard = ShardSet.open(shards).manifest["splits"][split]["shards"][0]
+    start, length = shard["blocks"][0][:2]
+    with open(shards / shard["name"], "r+b") as file:
+        file.seek(start + length // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    return shard["name"]
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_bad_block_on_one_rank_ends_all_with_one_sentence(shards, tmp_path, split):
+    """Two nodes with copies of their own, one byte wrong in the second's: exit code 2 on both, said once, and a status."""
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
+    for node in nodes:
+        shutil.copytree(shards, node / "shards")
+    name = flip_a_byte(nodes[1] / "shards", split)
+    output = tmp_path / "out" / "run"
+    options = ("--data", "shards", "--eval_interval", "2", "--save_interval", "1")
+    argv = program(shards, output, *options)
+    ranks = Ranks(argv, 2, tmp_path / "logs", partial(injections.work_in, nodes))
+    assert ranks.wait() == [2, 2], ranks.printed()[-3000:]
+    printed = ranks.printed()
+    sentence = f"shards/{name}: block 0 (bytes"
+    assert printed.count(sentence) == 1 and "(found by rank 1 on " in printed
+    assert "Traceback" not in printed and "Connection" not in printed
+    assert status(output)["state"] == "failed" and sentence in status(output)["reason"]
+    saved = [path.name for path in (output / "checkpoints").glob("step-*")]
+    assert saved == ([] if split == "train" else ["step-00000001"])
+
+
+def test_shards_at_a_url_are_refused(tmp_path, capsys):
+    """--data s3://… is one sentence that says what to do, and exit code 2."""
+    with pytest.raises(SystemExit) as error:
+        parse_arguments(["--deepspeed_config", "x.json", "--data", "s3://bucket/shards"])
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert "'s3://bucket/shards' is a URL" in said and "copy the folder to a disk" in said
