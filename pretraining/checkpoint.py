@@ -311,7 +311,9 @@ class Checkpoints:
         """
         manifest, faults = self._inspect(path)
         if faults:
-            raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
+            raise AgreedError(
+                f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run"
+            )
         return Checkpoint(path, manifest)
 
     def _inspect(self, path: Path) -> tuple[dict, list[str]]:

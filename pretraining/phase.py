@@ -124,6 +124,7 @@ def load_phase(engine, checkpoint: Checkpoint, world: World, *, keep_moments: bo
     engine.optimizer.load_state_dict(
         {world.rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
     )
+    engine.optimizer.update_lp_params()  # an earlier phase in 16 bits has rounded the model's own
     if keep_moments:
         _set_step(engine.optimizer.optimizer, theirs, keep_step)
 

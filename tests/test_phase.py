@@ -12,7 +12,7 @@ import torch
 from corpora import make_documents, write_corpus
 from forked_ranks import Ranks, run
 from small_runs import make_tokenizer
-from training_runs import arguments, deepspeed_json, final_parameters, metrics, optimizer_lines
+from training_runs import arguments, deepspeed_json, metrics, optimizer_lines
 
 from data_prep.errors import UserError
 from data_prep.run import main as data_prep
@@ -29,7 +29,7 @@ CLIP = 0.7
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A tokenizer, shards of 48 and of 64 tokens, and a first phase that two ranks have trained."""
+    """A tokenizer, shards of 48 and of 64 tokens, and a first phase that two ranks have trained in bf16."""
     home = tmp_path_factory.mktemp("phase")
     tokenizer = make_tokenizer(home, eval_fraction=0.2)
     text = write_corpus(home / "text.txt", make_documents(60, seed=5))
@@ -38,14 +38,14 @@ def home(tmp_path_factory) -> Path:
         options = ["--seq_len", seq_len, "--workers", "1"]
         assert not data_prep(["shards", "--input", str(text), *output, *options])
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
-    config = deepspeed_json(home, scheduler=scheduler)
+    config = deepspeed_json(home, scheduler=scheduler, bf16={"enabled": True})
     options = ("--max_steps", str(STEPS), "--dropout", "0", "--max_position_embeddings", "64")
     run(arguments(home / "48", home / "first", *options, config=config), 2, home / "logs")
     return home
 
 
 def second(home: Path, output: Path, *options: str) -> list[str]:
-    """Arguments of a second phase with another sequence length, batch, schedule and optimizer."""
+    """Arguments of a second phase in fp32 with another sequence length, batch, schedule and optimizer."""
     output.parent.mkdir(parents=True, exist_ok=True)
     config = deepspeed_json(
         output.parent,
@@ -69,11 +69,21 @@ def in_groups(named: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
     )
 
 
+def set_parameters(model: BertForPreTraining, line: torch.Tensor) -> None:
+    """The reverse of `in_groups`."""
+    values = [
+        value for matrix in (True, False) for value in model.parameters() if (value.dim() > 1) == matrix
+    ]
+    with torch.no_grad():
+        for value, piece in zip(values, line.split([value.numel() for value in values]), strict=True):
+            value.copy_(piece.view_as(value))
+
+
 def hand_made_step(home: Path, argv: list[str], moments: dict[str, torch.Tensor], step: int) -> torch.Tensor:
     """Weights after one AdamW step on the second phase's first batch, written out (Kingma & Ba 2015, algorithm 1)."""
     preparation = prepare(parse_arguments(argv), 1)
     model = BertForPreTraining(preparation.config)
-    model.load_state_dict(final_parameters(home / "first", STEPS))
+    set_parameters(model, optimizer_lines(checkpoint(home / "first", STEPS))["weights"])
     shard_set = preparation.shard_set
     order = Order(shard_set.block_offsets("train"), 0)
     batches = TrainingBatches(
