@@ -1,6 +1,7 @@
 """A second phase that goes on from a run: its optimizer on other shards, other ranks and another schedule."""
 
 import json
+import shutil
 import signal
 from contextlib import closing
 from functools import partial
@@ -54,9 +55,10 @@ def second(home: Path, output: Path, *options: str) -> list[str]:
         train_batch_size=BATCH,
         gradient_clipping=CLIP,
     )
-    given = arguments(home / "64", output, "--phase_from", str(home / "first"), *options, config=config)
+    fixed = ("--phase_from", str(home / "first"), "--dropout", "0", "--save_interval", "1", "--keep", "9")
+    given = arguments(home / "64", output, *fixed, "--max_steps", "1", *options, config=config)
     place = given.index("--model")
-    return given[:place] + given[place + 2 :] + ["--dropout", "0", "--save_interval", "1", "--keep", "9"]
+    return given[:place] + given[place + 2 :]
 
 
 def checkpoint(output: Path, step: int) -> Path:
@@ -153,7 +155,7 @@ def test_moments_go_on_with_other_ranks_and_the_curve_too(home, tmp_path):
 def test_moments_or_steps_begin_anew(home, tmp_path, options, step):
     """The first step of the second phase is the hand-made one: moments kept with a new bias correction, or zero."""
     output = tmp_path / "run"
-    argv = second(home, output, "--max_steps", "1", *options)
+    argv = second(home, output, *options)
     run(argv, 1, tmp_path / "logs")
     kept = optimizer_lines(checkpoint(home / "first", STEPS))
     moments = zeros(kept) if "fresh" in options else kept
@@ -196,3 +198,17 @@ def test_what_does_not_fit_the_first_phase_is_refused(home, tmp_path):
     foreign = ["--tokenizer", str(other), "--output", str(tmp_path / "foreign"), "--seq_len", "48"]
     assert not data_prep(["shards", "--input", str(text), *foreign, *once])
     assert "made with another tokenizer" in refused("--data", str(tmp_path / "foreign"))
+
+
+def test_a_damaged_first_phase_is_refused(home, tmp_path):
+    """One byte wrong in the optimizer's file that would be taken over: exit code 2 and one sentence, nothing trained."""
+    shutil.copytree(home / "first", tmp_path / "first")
+    path = next(checkpoint(tmp_path / "first", STEPS).glob("*zero_pp_rank_1_*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    output = tmp_path / "run"
+    ranks = Ranks(second(home, output, "--phase_from", str(tmp_path / "first")), 2, tmp_path / "logs")
+    assert ranks.wait() == [2, 2]
+    assert ranks.printed().count(f"{path.name} was changed") == 1 and "Traceback" not in ranks.printed()
+    assert not (output / "checkpoints").exists()
