@@ -21,6 +21,7 @@ import torch
 from data_prep.shards import write_atomically
 from pretraining.checkpoint import TrainState
 from pretraining.distributed import AgreedError, all_true, gather_objects
+from pretraining.repartition import load
 
 FOLDER = "trouble"
 HISTORY = 100  # steps that TrainState remembers
@@ -152,8 +153,6 @@ def go_back(trainer, trouble: TroubleError, run_folder: Path, max_rollbacks: int
     Raises:
         AgreedError: there is no checkpoint to go back to, or the run has gone back too often.
     """
-    from pretraining.repartition import load
-
     trainer.publish()
     world, checkpoints, rollbacks = trainer.world, trainer.checkpoints, trainer.state.rollbacks
     found = trainer.last_local_sums()

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from training_runs import arguments, deepspeed_json, metrics, optimizer_lines
 from data_prep.errors import UserError
 from data_prep.run import main as data_prep
 from pretraining.arguments import parse_arguments, prepare
+from pretraining.checkpoint import Checkpoint, TrainState
 from pretraining.data import TrainingBatches
 from pretraining.model import BertForPreTraining
 from pretraining.order import Order
+from pretraining.phase import next_phase
 
 STEPS = 5  # of the first phase
 BATCH = 7  # of the second one
@@ -212,3 +215,15 @@ def test_a_damaged_first_phase_is_refused(home, tmp_path):
     assert ranks.wait() == [2, 2]
     assert ranks.printed().count(f"{path.name} was changed") == 1 and "Traceback" not in ranks.printed()
     assert not (output / "checkpoints").exists()
+
+
+def test_counters_add_up_over_phases():
+    """Steps, samples and tokens of all phases before go on in a third one; position, skipped ranges and history do not."""
+    second = TrainState(
+        1, 2, 3, "two", step=5, skipped_steps=1, consumed=40, tokens=900, phase=2, skipped_ranges=[(7, 14)], rollbacks=1,
+        earlier_steps=30, earlier_samples=300, history=[(33, 2.0)],
+    )  # fmt: skip
+    manifest = {"train_state": asdict(second), "identity": {"train_batch_size": 7}}
+    third = next_phase(Checkpoint(Path(), manifest), TrainState(4, 5, 6, "three"))
+    expected = TrainState(4, 5, 6, "three", tokens=900, phase=3, earlier_steps=35, earlier_samples=335)
+    assert third == expected and third.global_step == 35
