@@ -284,6 +284,19 @@ def test_a_bad_block_on_one_rank_ends_all_with_one_sentence(shards, tmp_path, sp
     assert saved == ([] if split == "train" else ["step-00000001"])
 
 
+def test_a_fault_of_one_node_alone_is_said(shards, tmp_path):
+    """Shards that the second node lacks: rank 1 says so and exits with 2, although rank 0 waits for it."""
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
+    nodes[1].mkdir()
+    shutil.copytree(shards, nodes[0] / "shards")
+    argv = program(shards, tmp_path / "out" / "run", "--data", "shards")
+    ranks = Ranks(argv, 2, tmp_path / "logs", partial(injections.work_in, nodes))
+    ranks.processes[1].join(timeout=100)
+    ranks.signal_when(lambda: True, signal.SIGKILL)
+    assert ranks.wait() == [-signal.SIGKILL, 2]
+    assert "error: shards" in ranks.logs[1].read_text()
+
+
 def test_shards_at_a_url_are_refused(tmp_path, capsys):
     """--data s3://… is one sentence that says what to do, and exit code 2."""
     with pytest.raises(SystemExit) as error:
