@@ -24,10 +24,10 @@ from pretraining.distributed import AgreedError, all_true, gather_objects
 from pretraining.repartition import load
 
 FOLDER = "trouble"
-HISTORY = 100  # steps that TrainState remembers
 SPIKE_STEPS = 5
-SPIKE_WINDOW = HISTORY - SPIKE_STEPS
+SPIKE_WINDOW = 95
 SPIKE_RISE = 0.1
+HISTORY = 120  # steps that TrainState remembers; skipped updates, which have no loss, are among them
 
 
 class TroubleError(Exception):
@@ -85,11 +85,12 @@ def find_trouble(state: TrainState, loss: float, scaler, cannot_fall: bool, spik
         raise _trouble(state, f"a gradient is not finite (the loss is {loss:g})", 1)
     if not skipped and not math.isfinite(loss):
         raise _trouble(state, f"the loss is {loss}", 1)
-    losses = [past for _, past in state.history if past is not None]
+    places = [place for place, (_, past) in enumerate(state.history) if past is not None]
+    losses = [state.history[place][1] for place in places]
     if spike_factor and not skipped and is_spike(losses, spike_factor):
         before = statistics.median(losses[:-SPIKE_STEPS])
         reason = f"the loss is {loss:.4f} after a median of {before:.4f}, and has been that high for {SPIKE_STEPS} steps"
-        raise _trouble(state, reason, SPIKE_STEPS + 1)
+        raise _trouble(state, reason, len(state.history) - places[-SPIKE_STEPS] + 1)
 
 
 def is_spike(losses: Sequence[float], factor: float) -> bool:

@@ -24,7 +24,6 @@ from pretraining import trouble
 from pretraining.arguments import parse_arguments
 from pretraining.checkpoint import TrainState
 from pretraining.trouble import (
-    HISTORY,
     SPIKE_STEPS,
     SPIKE_WINDOW,
     TroubleError,
@@ -221,13 +220,10 @@ def test_a_spike_lasts_and_stands_out():
         losses = [5 + slope * i + draw.gauss(0, 0.05) for i in range(1000)]
         assert not any(is_spike(losses[:end], 10) for end in range(1000))
     dynamic = DynamicLossScaler(2.0**4, 10, 1.0, 1, False)
-    assert found(calm + high, 8.1, dynamic, factor=5.0) == (
-        45,
-        50,
-        100 + 10 * (HISTORY - 6),
-        100 + 10 * HISTORY,
-    )
+    assert found(calm + high, 8.1, dynamic, factor=5.0) == (45, 50, 1040, 1100)
     assert found(calm + high, 8.1, dynamic, factor=0.0) is None
+    row = [None, *calm, *high[1:], None, None, 8.1]  # updates that were skipped have no loss
+    assert found(row, 8.1, dynamic, cannot_fall=False, factor=5.0)[:2] == (43, 50)
 
 
 def test_skipped_ranges_stay_sorted_and_disjoint():
