@@ -1,6 +1,7 @@
 """Command-line types and help that all programs share."""
 
 import argparse
+from pathlib import Path
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -35,6 +36,11 @@ def positive_float(text: str) -> float:
     return _number(text, float, "a number above 0", lambda value: 0 < value < float("inf"))
 
 
+def non_negative_float(text: str) -> float:
+    """A number from 0."""
+    return _number(text, float, "a number from 0", lambda value: 0 <= value < float("inf"))
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     return _number(text, float, "a share from 0 to 1", lambda value: 0 <= value <= 1)
@@ -43,3 +49,13 @@ def share(text: str) -> float:
 def probability(text: str) -> float:
     """A number from 0 to below 1."""
     return _number(text, float, "a probability from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def local_folder(text: str) -> Path:
+    """A folder on a disk; what looks like a URL is none."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL, and all ranks read shards at random places: copy the folder to a disk that every node "
+            "sees, or to each node's own, and give its path"
+        )
+    return Path(text)

@@ -245,13 +245,19 @@ class ShardSet:
         """Read one block; safe to call from several threads.
 
         Raises:
-            UserError: its bytes are not those that were written.
+            UserError: it cannot be read, or its bytes are not those that were written.
         """
         offsets, shard_of_block = self._tables[split]
         shard_index, within = shard_of_block[block_index]
         shard = self.manifest["splits"][split]["shards"][shard_index]
         start, length, _, crc = shard["blocks"][within]
-        data = os.pread(self._descriptor(shard["name"]), length, start)
+        try:
+            data = os.pread(self._descriptor(shard["name"]), length, start)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / shard['name']}: it cannot be read ({error.strerror}); see that it is there and its disk "
+                "too, and run the same command again"
+            ) from error
         if zlib.crc32(data) != crc:
             raise UserError(
                 f"{self.folder / shard['name']}: block {within} (bytes {start} to {start + length}) was changed after it "

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
-from data_prep.options import Help, positive_float, positive_int, probability, share, whole_number
+from data_prep.options import (
+    Help,
+    local_folder,
+    non_negative_float,
+    positive_float,
+    positive_int,
+    probability,
+    share,
+    whole_number,
+)
 
 if TYPE_CHECKING:  # imported where they are needed: --help takes no time
     from data_prep.masking import MaskPolicy
@@ -36,11 +45,18 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     config_help = "batch sizes, precision, ZeRO, optimizer and schedule, in DeepSpeed's words"
     add("--deepspeed_config", type=Path, required=True, metavar="JSON", help=config_help)
     data = Path("data/shards")
-    add("--data", type=Path, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
+    add("--data", type=local_folder, default=data, metavar="FOLDER", help="shards made by data_prep/run.py")
     sizes = "layers/hidden size 2/128, 4/256, 4/512, 8/512, 12/768, 24/1024"
     add("--model", choices=PRESET_NAMES, help=f"{sizes} (default: base)")
     start = "start from the weights of a run, a checkpoint or a Hugging Face folder, whose size the model then has"
     add("--init_from", type=Path, metavar="FOLDER", help=start)
+    phase = "go on from the newest checkpoint of another run, or from a checkpoint, with its optimizer, on these shards, "
+    phase += "with a data counter and schedule of its own; the curves go on"
+    add("--phase_from", type=Path, metavar="RUN", help=phase)
+    moments = "with --phase_from: the optimizer's moments as they were, or zero (and its count of steps too)"
+    add("--phase_optimizer", choices=("keep", "fresh"), default="keep", help=moments)
+    count = "with --phase_from: the steps that the bias correction counts go on, or begin anew as NVIDIA's do"
+    add("--phase_step", choices=("keep", "reset"), default="keep", help=count)
     add("--seq_len", type=positive_int, help="longest instance in tokens (default: that of the shards)")
     positions = "positions that the model has (default: 512)"
     add("--max_position_embeddings", type=positive_int, help=positions)
@@ -81,6 +97,17 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--keep", type=positive_int, default=3, help="checkpoints to keep, the newest")
     every = "keep for ever the checkpoints of each step that this divides; 0: none"
     add("--keep_every", type=whole_number, default=0, metavar="STEPS", help=every)
+    rollbacks = "times that the run goes back to its last good checkpoint, and on without the batches at fault, when a "
+    rollbacks += (
+        "loss, gradient or weight is not finite or the loss scale at its floor; 0: stop at once. A loss is "
+    )
+    rollbacks += "looked at before the next step begins, weights before each evaluation and checkpoint"
+    add("--max_rollbacks", type=whole_number, default=3, metavar="N", help=rollbacks)
+    spike = "go back for a spike too: 5 losses in a row above the median of the 95 before them by K median absolute "
+    spike += (
+        "deviations and by a tenth; 10 is a careful start. 0: never, since most spikes pass by themselves"
+    )
+    add("--spike_factor", type=non_negative_float, default=0, metavar="K", help=spike)
     dry_run = "say what the run will be, and what is replaced on this machine, and stop"
     add("--dry_run", action="store_true", help=dry_run)
 
@@ -125,7 +152,8 @@ class Preparation:
 
 def run_folder(arguments: argparse.Namespace) -> Path:
     """The one rule: --output, else runs/MODEL-NAME_OF_THE_JSON; MODEL may be a folder's name."""
-    model = arguments.init_from.resolve().name if arguments.init_from else arguments.model or DEFAULT_MODEL
+    start = arguments.init_from or arguments.phase_from
+    model = start.resolve().name if start else arguments.model or DEFAULT_MODEL
     return arguments.output or Path("runs") / f"{model}-{arguments.deepspeed_config.stem}"
 
 
@@ -183,11 +211,12 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
 
 
 def _choose_model(arguments: argparse.Namespace, shard_set) -> "tuple[BertConfig, StartingPoint | None]":
-    """The configuration from the options, or with --init_from that of the folder and its weights too."""
+    """The configuration from the options, or that of the folder to start from, and what is taken over from there."""
     from pretraining.model import BertConfig
 
     next_sentence = not arguments.no_next_sentence
-    if not arguments.init_from:
+    option = _start_option(arguments)
+    if option is None:
         config = BertConfig.preset(
             arguments.model or DEFAULT_MODEL,
             shard_set.manifest["tokenizer"]["vocab_size"],
@@ -198,21 +227,35 @@ def _choose_model(arguments: argparse.Namespace, shard_set) -> "tuple[BertConfig
             next_sentence=next_sentence,
         )
         return config, None
-    for option in ("model", "max_position_embeddings", "initializer_range", "position_init"):
-        if value := getattr(arguments, option):
-            raise UserError(
-                f"--{option} {value}: with --init_from the folder decides this; leave --{option} out"
-            )
-    from pretraining.loading import starting_point
+    if option == "init_from":
+        from pretraining.loading import starting_point
+    else:
+        from pretraining.phase import phase_start as starting_point
 
     start = starting_point(
-        arguments.init_from,
+        getattr(arguments, option),
         shard_set,
         run_folder(arguments),
         dropout=arguments.dropout,
         next_sentence=next_sentence,
     )
     return start.config, start
+
+
+def _start_option(arguments: argparse.Namespace) -> str | None:
+    """The option that names a folder to start from, if one is given; what does not go with it is refused."""
+    option = "init_from" if arguments.init_from else "phase_from" if arguments.phase_from else None
+    if arguments.init_from and arguments.phase_from:
+        raise UserError("--init_from and --phase_from are both given; the second takes over the weights too")
+    for other in ("model", "max_position_embeddings", "initializer_range", "position_init") if option else ():
+        if value := getattr(arguments, other):
+            raise UserError(
+                f"--{other} {value}: with --{option} the folder decides this; leave --{other} out"
+            )
+    for other in ("phase_optimizer", "phase_step"):
+        if option != "phase_from" and (value := getattr(arguments, other)) != "keep":
+            raise UserError(f"--{other} {value}: there is no earlier phase; give --phase_from")
+    return option
 
 
 def _check_lengths(arguments: argparse.Namespace, shard_set, config: "BertConfig") -> int:
@@ -224,7 +267,7 @@ def _check_lengths(arguments: argparse.Namespace, shard_set, config: "BertConfig
             f"make shards with --seq_len {seq_len}, or leave the option out"
         )
     if seq_len > config.max_position_embeddings:
-        longer = "" if arguments.init_from else f"give --max_position_embeddings {seq_len} or "
+        longer = "" if _start_option(arguments) else f"give --max_position_embeddings {seq_len} or "
         raise UserError(
             f"--seq_len {seq_len}: the model has {config.max_position_embeddings} positions; {longer}make shorter shards"
         )
@@ -257,6 +300,7 @@ def _check_masks(arguments: argparse.Namespace) -> None:
 
 def identity(preparation: Preparation) -> dict:
     """What a resumed run must share with the run that it goes on with."""
+    option = _start_option(preparation.arguments)
     return {
         "shards": preparation.shard_set.manifest_sha256,
         "model": preparation.config.to_dict(),
@@ -269,5 +313,9 @@ def identity(preparation: Preparation) -> dict:
         "optimizer": preparation.lowered.optimizer.model_dump(),
         "schedule": {"type": type(preparation.schedule).__name__} | preparation.schedule.model_dump(),
         "gradient_clipping": preparation.lowered.gradient_clipping,
-        "init_from": preparation.start.sha256 if preparation.start else None,
+        **{
+            name: preparation.start.sha256 if name == option else None for name in ("init_from", "phase_from")
+        },
+        "phase_optimizer": preparation.arguments.phase_optimizer,
+        "phase_step": preparation.arguments.phase_step,
     }

@@ -17,6 +17,7 @@ from data_prep.errors import UserError
 from data_prep.plan import differences
 from data_prep.shards import file_sha256, sync, write_atomically
 from pretraining.checkpoint_writer import Writer
+from pretraining.distributed import AgreedError
 
 FOLDER = "checkpoints"
 LATEST = "latest"
@@ -24,6 +25,8 @@ MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
 NAME = re.compile(r"step-\d{8,}")
 FORMAT_VERSION = 1
+# What reading a manifest can raise if something else lies in its place.
+NOT_OURS = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 
 
 @dataclass
@@ -34,12 +37,15 @@ class TrainState:
         step: global batches taken from the data, skipped ones counted.
         skipped_steps: of these, those whose update was skipped because a gradient overflowed.
         consumed: position in the order of instances (order.py) behind the last batch.
-        tokens: real tokens trained on.
+        tokens: real tokens trained on, in all phases.
         seed: of everything random.
         lanes, window: of the order.
         manifest_sha256: of the shard set.
         phase: number of the training phase, from 1; each has shards and a counter of its own.
-        skipped_ranges: half-open ranges of positions that are left out (after a rollback).
+        skipped_ranges: half-open ranges of positions that are left out (after a rollback); sorted and disjoint.
+        rollbacks: how often the run has gone back to a checkpoint (trouble.py).
+        earlier_steps, earlier_samples: of the phases before this one; its curves begin there.
+        history: of the last steps, the position before each and its loss, None if its update was skipped.
     """
 
     seed: int
@@ -52,11 +58,20 @@ class TrainState:
     tokens: int = 0
     phase: int = 1
     skipped_ranges: list[tuple[int, int]] = field(default_factory=list)
+    rollbacks: int = 0
+    earlier_steps: int = 0
+    earlier_samples: int = 0
+    history: list[tuple[int, float | None]] = field(default_factory=list)
 
     @property
     def applied_steps(self) -> int:
         """Updates that were applied; the learning rate is a function of it."""
         return self.step - self.skipped_steps
+
+    @property
+    def global_step(self) -> int:
+        """The x axis of the curves, which goes on from phase to phase."""
+        return self.earlier_steps + self.step
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
@@ -66,7 +81,8 @@ class TrainState:
             raise UserError(
                 f"the train state has the fields {sorted(values)}, but this program writes {sorted(known)}"
             )
-        return cls(**values | {"skipped_ranges": [tuple(pair) for pair in values["skipped_ranges"]]})
+        pairs = {name: [tuple(pair) for pair in values[name]] for name in ("skipped_ranges", "history")}
+        return cls(**values | pairs)
 
 
 @dataclass(frozen=True)
@@ -188,7 +204,7 @@ class Checkpoints:
         if problems:
             text, full = problems[0]
             remedy = "make room on the disk" if full else "mend that"
-            raise UserError(
+            raise AgreedError(
                 f"{self.folder}: a checkpoint could not be written ({text}); {remedy} and run the same command again: "
                 "it goes on from the last checkpoint"
             )
@@ -196,9 +212,7 @@ class Checkpoints:
 
     def _publish(self, partial: Path, final: Path, manifest: dict) -> Exception | None:
         try:
-            write_atomically(
-                partial / MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
-            )
+            _write_manifest(partial, manifest)
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
@@ -216,10 +230,39 @@ class Checkpoints:
                 there, and must not count as one that is kept.
         """
         if self.rank == 0:
-            steps = [(int(path.name.rpartition("-")[2]), path) for path in self._candidates()]
+            steps = [(_step_of(path), path) for path in self._candidates()]
             for number, path in [pair for pair in steps if pair[0] <= step][keep:]:
                 if not keep_every or number % keep_every:
                     shutil.rmtree(path)
+
+    def go_back(self, checkpoint: Checkpoint, state: TrainState) -> None:
+        """Make a checkpoint the newest, and let all that stay know what the state says is skipped; all ranks call it.
+
+        Whoever goes on from one of them, after a kill too, does not meet the trouble again.
+
+        Raises:
+            UserError: the disk refuses to be written.
+        """
+        problem = None
+        if self.rank == 0:
+            try:
+                self._forget_later(checkpoint, state)
+            except OSError as error:
+                problem = error
+        self._agree(problem, None)
+
+    def _forget_later(self, checkpoint: Checkpoint, state: TrainState) -> None:
+        known = {"skipped_ranges": state.skipped_ranges, "rollbacks": state.rollbacks}
+        for path in self._candidates():
+            if _step_of(path) > _step_of(checkpoint.path):
+                shutil.rmtree(path)
+                continue
+            try:
+                manifest, _ = read_manifest(path)
+            except NOT_OURS:  # a damaged one stays as it is
+                continue
+            _write_manifest(path, manifest | {"train_state": manifest["train_state"] | known})
+        write_atomically(self.folder / LATEST, (checkpoint.path.name + "\n").encode())
 
     def remove_partial(self) -> None:
         """Delete what killed runs have left half written; for the one run that is at work in the folder."""
@@ -234,15 +277,18 @@ class Checkpoints:
             reverse=True,
         )
 
-    def newest_whole(self) -> Checkpoint | None:
+    def newest_whole(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint whose every byte is right; damaged ones are named and passed over.
 
         All ranks call it and get the same answer. Only if there is no checkpoint at all is it None.
 
+        Args:
+            before: only those of an earlier step than this count.
         Raises:
             UserError: checkpoints are there and none of them is whole.
         """
-        candidates = self._gather([path.name for path in self._candidates()])[0]
+        names = [path.name for path in self._candidates() if before is None or _step_of(path) < before]
+        candidates = self._gather(names)[0]
         for name in candidates:
             path = self.folder / name
             manifest, faults = self._inspect(path)
@@ -257,12 +303,24 @@ class Checkpoints:
             )
         return None
 
+    def whole(self, path: Path) -> Checkpoint:
+        """The checkpoint in a folder, not necessarily of this run; all ranks call it and share the hashing.
+
+        Raises:
+            UserError: a byte of it is not as it was written.
+        """
+        manifest, faults = self._inspect(path)
+        if faults:
+            raise AgreedError(
+                f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run"
+            )
+        return Checkpoint(path, manifest)
+
     def _inspect(self, path: Path) -> tuple[dict, list[str]]:
         """Manifest of a checkpoint and what is wrong with its files; the ranks share the hashing."""
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            entries = _checked_entries(manifest)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+            manifest, entries = read_manifest(path)
+        except NOT_OURS as error:
             manifest, entries, faults = {}, [], [f"{MANIFEST} is not one of ours ({error!r})"]
         else:
             faults = []
@@ -284,6 +342,10 @@ class Checkpoints:
             )
 
 
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
 def _lack_of_room(folder: Path, needed: int) -> OSError | None:
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -293,8 +355,13 @@ def _lack_of_room(folder: Path, needed: int) -> OSError | None:
     )
 
 
-def _checked_entries(manifest: dict) -> list[tuple[str, dict]]:
-    """The files of a manifest with sizes and hashes; raises whatever is wrong with it."""
+def _write_manifest(path: Path, manifest: dict) -> None:
+    write_atomically(path / MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
+    """The manifest of a checkpoint, and its files with sizes and hashes; raises whatever is wrong with it."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format version {manifest['format_version']}, this program reads {FORMAT_VERSION}")
     TrainState.from_dict(manifest["train_state"])
@@ -303,7 +370,7 @@ def _checked_entries(manifest: dict) -> list[tuple[str, dict]]:
         raise ValueError("it does not say which files belong to it")
     if not isinstance(manifest["identity"], dict) or not isinstance(manifest["world_size"], int):
         raise ValueError("it does not say what run it belongs to")
-    return entries
+    return manifest, entries
 
 
 def _fault(path: Path, entry: dict) -> list[str]:
@@ -317,7 +384,7 @@ def _fault(path: Path, entry: dict) -> list[str]:
 
 def newest_step(run_folder: Path) -> int:
     """The step of the newest checkpoint by its name, 0 if there is none; for messages."""
-    steps = [int(path.name[5:]) for path in (run_folder / FOLDER).glob("step-*") if NAME.fullmatch(path.name)]
+    steps = [_step_of(path) for path in (run_folder / FOLDER).glob("step-*") if NAME.fullmatch(path.name)]
     return max(steps, default=0)
 
 
@@ -327,8 +394,4 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: a byte of it is not as it was written.
     """
-    alone = Checkpoints(path.parent.parent, {}, 0, 1, lambda value: [value], print)
-    manifest, faults = alone._inspect(path)
-    if faults:
-        raise UserError(f"checkpoint {path} is damaged: {'; '.join(faults)}; take another one of the run")
-    return Checkpoint(path, manifest)
+    return Checkpoints(path.parent.parent, {}, 0, 1, lambda value: [value], print).whole(path)

@@ -327,6 +327,22 @@ def gather_objects(value: object) -> list:
     return values
 
 
+class AgreedError(UserError):
+    """An error of the user's that all ranks raise together; rank 0 says it for all."""
+
+
+def raise_together(problem: UserError | None) -> None:
+    """Raise the problem of the first rank that has one, on all ranks; a collective call.
+
+    A rank that raised it alone would leave the others waiting, until they end with an error of the network's.
+    """
+    problems = gather_objects((str(problem), socket.gethostname()) if problem else None)
+    for rank, found in enumerate(problems):
+        if found:
+            text, host = found
+            raise AgreedError(f"{text} (found by rank {rank} on {host})" if rank else text)
+
+
 def gradient_accumulation(engine, max_micro_steps: int) -> AbstractContextManager[None]:
     """The context for all backward passes of one optimizer step; `engine.step()` comes after it.
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
@@ -19,15 +20,26 @@ from pretraining import distributed
 from pretraining.arguments import Preparation, identity
 from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_step
 from pretraining.data import TrainingBatches
-from pretraining.distributed import World, accumulate_in_fp32, gather_objects, import_deepspeed
+from pretraining.distributed import (
+    AgreedError,
+    World,
+    accumulate_in_fp32,
+    gather_objects,
+    import_deepspeed,
+    raise_together,
+)
 from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
+from pretraining.phase import load_phase, next_phase
 from pretraining.repartition import load
 from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
+from pretraining.trouble import FOLDER as TROUBLE_FOLDER
+from pretraining.trouble import TroubleError, go_back
 
+EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 
 
@@ -45,8 +57,10 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
     def leave_status(state: str, reason: str) -> None:
         if world.rank == 0 and is_ours:
+            step = trainer.state.step if trainer else newest_step(folder)
+            skipped = trainer.state.skipped_ranges if trainer else []
             try:
-                write_status(folder, state, reason, trainer.state.step if trainer else newest_step(folder))
+                write_status(folder, state, reason, step, skipped)
             except OSError as problem:
                 print(f"{folder}: its status could not be written ({problem})", flush=True)
 
@@ -57,13 +71,12 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         finished = False
         # A signal during start-up should not wait for a large model to be built and loaded.
         if not any(gather_objects(stop.raised())):
-            trainer, batches = _build(preparation, world, stop, started)
+            trainer = _build(preparation, world, stop, started)
             leave_status("running", "")
-            with closing(batches):
-                finished = trainer.run(batches)
+            finished = _train(preparation, trainer, leave_status)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
-            _say_end(preparation, world.rank)
+            _say_end(preparation, trainer.state, world.rank)
             return 0
         reason = stop.reason or "another rank was asked to stop"
         leave_status("stopped", reason)
@@ -74,6 +87,8 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
         return EXIT_STOPPED
     except UserError as error:
         leave_status("failed", str(error))
+        if isinstance(error, AgreedError) and world.rank:
+            return EXIT_USER_ERROR
         raise
     except Exception as error:
         leave_status("failed", f"{type(error).__name__}: {error}")
@@ -95,14 +110,27 @@ def _take_folder(folder: Path, world: World, lock: ExitStack) -> None:
         try:
             lock.enter_context(work_lock(folder, shared=False))
         except UserError as error:
-            problem = str(error)
-    problem = gather_objects(problem)[0]
-    if problem:
-        raise UserError(problem)
+            problem = error
+    raise_together(problem)
 
 
-def _build(preparation: Preparation, world: World, stop: StopFlag, started: float):
-    """Make the engine, load the newest checkpoint if there is one, and set trainer and batches up."""
+def _train(preparation: Preparation, trainer: Trainer, leave_status: Callable[[str, str], None]) -> bool:
+    """Train to the end, going back to a checkpoint when there is trouble; False if a stop was asked for."""
+    while True:
+        with closing(_batches(preparation, trainer.world, trainer.state)) as batches:
+            try:
+                return trainer.run(batches)
+            except TroubleError as error:
+                trouble = error
+        said = go_back(trainer, trouble, preparation.run_folder, preparation.arguments.max_rollbacks)
+        leave_status("running", said)
+        if trainer.recorder:
+            trainer.recorder.note("trouble", said, trainer.state.global_step)
+            trainer.progress.say(said)
+
+
+def _build(preparation: Preparation, world: World, stop: StopFlag, started: float) -> Trainer:
+    """Make the engine, load the newest checkpoint if there is one, and set the trainer up."""
     arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
     ranks = world.rank, world.world_size
     checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
@@ -123,22 +151,29 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     else:
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
+    earlier = preparation.start and preparation.start.checkpoint
     if checkpoint:
         load(engine, checkpoint, *ranks)
+    elif earlier:
+        state = next_phase(earlier, state)
+        keep = {
+            "keep_moments": arguments.phase_optimizer == "keep",
+            "keep_step": arguments.phase_step == "keep",
+        }
+        load_phase(engine, earlier, world, **keep)
     recorder = progress = None
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
         _write_settings(preparation, world, optimizer_name, going_on)
         _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
-        recorder = Recorder(folder, state.step)
+        recorder = Recorder(folder, state.global_step)
         progress = ProgressLine(preparation.max_steps, state.step)
         _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
-        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.step)
-    trainer = Trainer(
+        recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
+    return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
     )
-    return trainer, _batches(preparation, world, state)
 
 
 def _run_settings(preparation: Preparation) -> RunSettings:
@@ -150,7 +185,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         micro_batch_size=lowered.micro_batch_size,
         micro_batch_tokens=lowered.micro_batch_tokens,
         max_micro_steps=lowered.max_micro_steps,
-        precision=lowered.precision,
+        spike_factor=arguments.spike_factor,
         schedule=preparation.schedule,
         max_steps=preparation.max_steps,
         log_interval=arguments.log_interval,
@@ -211,6 +246,8 @@ def _going_on(preparation: Preparation, world: World, checkpoint: Checkpoint) ->
     lines = [
         f"going on from step {state.step:,} on {now} rank{'s' * (now > 1)}{was}, {state.consumed:,} instances read"
     ]
+    if state.skipped_ranges:
+        lines.append(_left_out(state))
     config = preparation.config
     if was and (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
         lines.append("dropout is drawn per rank: on another number of ranks the run goes on with other draws")
@@ -272,9 +309,19 @@ def _say_start(preparation: Preparation, world: World, lines: list[str], started
     print(f"started in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _say_end(preparation: Preparation, rank: int) -> None:
+def _left_out(state: TrainState) -> str:
+    positions = ", ".join(f"{start:,} to {stop - 1:,}" for start, stop in state.skipped_ranges)
+    return (
+        f"after trouble the run has gone back {state.rollbacks} times, and leaves out the instances at the positions "
+        f"{positions}; see {TROUBLE_FOLDER}/"
+    )
+
+
+def _say_end(preparation: Preparation, state: TrainState, rank: int) -> None:
     if rank == 0:
         folder = preparation.run_folder
+        if state.skipped_ranges:
+            print(f"\n{_left_out(state)}")
         print(
             f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
         )

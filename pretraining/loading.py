@@ -236,12 +236,14 @@ class StartingPoint:
         weights: by our names; heads that are absent start fresh. None if the run goes on from a checkpoint.
         sha256: of the weights that the run started from.
         notes: lines for the user.
+        checkpoint: of an earlier phase, whose weights are loaded with its optimizer (phase.py).
     """
 
     config: BertConfig
     weights: dict[str, Tensor] | None
     sha256: str
     notes: tuple[str, ...] = ()
+    checkpoint: Checkpoint | None = None
 
 
 def starting_point(
@@ -260,12 +262,12 @@ def starting_point(
         "attention_probs_dropout_prob": dropout,
         "next_sentence": next_sentence,
     }
-    recorded = _recorded(folder, run_folder)
-    if recorded:
-        model, sha256 = recorded
+    known = recorded("init_from", folder, run_folder)
+    if known:
+        model, sha256 = known
         return StartingPoint(replace(BertConfig.from_dict(model), **changes), None, sha256)
     pretrained = load_pretrained(folder)
-    _check_tokenizer(pretrained, shard_set)
+    check_tokenizer("init_from", pretrained.open_tokenizer(), pretrained.tokenizer_folder, shard_set)
     config = replace(pretrained.config, **changes)
     weights = pretrained.state_dict
     notes = [f"weights start from {pretrained.source}"]
@@ -279,30 +281,34 @@ def starting_point(
     return StartingPoint(config, weights, weights_sha256(weights), tuple(notes))
 
 
-def _recorded(folder: Path, run_folder: Path) -> tuple[dict, str] | None:
-    """Model and hash of starting weights as the newest readable checkpoint has them, if they are of `folder`."""
+def recorded(option: str, folder: Path, run_folder: Path) -> tuple[dict, str] | None:
+    """Model and hash of what the run started from, as its newest readable checkpoint has them.
+
+    None if there is no checkpoint, or if this option named another folder at the last start.
+    """
     try:
         settings = json.loads((run_folder / "settings.json").read_text(encoding="utf-8"))
-        if settings["arguments"]["init_from"] != str(folder):
+        if settings["arguments"][option] != str(folder):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     for path in sorted((run_folder / FOLDER).glob(f"step-*/{MANIFEST}"), reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             identity = json.loads(path.read_text(encoding="utf-8"))["identity"]
-            if identity["init_from"]:
-                return identity["model"], identity["init_from"]
+            if identity[option]:
+                return identity["model"], identity[option]
     return None
 
 
-def _check_tokenizer(pretrained: Pretrained, shard_set) -> None:
-    theirs, ours = pretrained.open_tokenizer(), Tokenizer(shard_set.tokenizer_folder)
+def check_tokenizer(option: str, theirs: Tokenizer, folder: Path, shard_set) -> None:
+    """Refuse shards that were not made with the tokenizer in `folder`, which came with an option of this name."""
+    ours = Tokenizer(shard_set.tokenizer_folder)
     if theirs.fingerprint == ours.fingerprint or _same_ids(theirs, ours):
         return
     raise UserError(
-        f"--init_from {pretrained.tokenizer_folder}: the shards in {shard_set.folder} were made with another tokenizer; "
+        f"--{option} {folder}: the shards in {shard_set.folder} were made with another tokenizer; "
         "make shards with this one: python data_prep/run.py shards --input TEXT --output FOLDER "
-        f"--tokenizer {pretrained.tokenizer_folder}"
+        f"--tokenizer {folder}"
     )
 
 

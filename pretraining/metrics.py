@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.shards import write_atomically
@@ -29,13 +30,22 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, resumed_step: int):
+        self._folder = folder
+        self._open(resumed_step)
+
+    def _open(self, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._path = folder / METRICS
-        _keep_until(self._path, resumed_step)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        path = self._folder / METRICS
+        _keep_until(path, resumed_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         purge = resumed_step + 1 if resumed_step else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+
+    def go_back(self, step: int) -> None:
+        """Take back what was recorded beyond a step: the curves go on from there."""
+        self.close()
+        self._open(step)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write one line and one point of each curve; "/" in a name groups curves in TensorBoard.
@@ -136,7 +146,9 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
-def write_status(folder: Path, state: str, reason: str, step: int) -> None:
+def write_status(
+    folder: Path, state: str, reason: str, step: int, skipped_ranges: Sequence[tuple[int, int]] = ()
+) -> None:
     """Write status.json, by which scripts decide what to do next: launchers do not pass exit codes on.
 
     Args:
@@ -144,6 +156,8 @@ def write_status(folder: Path, state: str, reason: str, step: int) -> None:
         state: "running", "finished", "stopped" or "failed".
         reason: one sentence.
         step: the step of the last checkpoint, or the current one.
+        skipped_ranges: half-open ranges of positions in the data that the run leaves out after trouble.
     """
-    content = {"state": state, "reason": reason, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    content = {"state": state, "reason": reason, "step": step, "skipped_ranges": list(skipped_ranges)}
+    content["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_atomically(folder / STATUS, (json.dumps(content) + "\n").encode())

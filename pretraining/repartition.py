@@ -122,6 +122,14 @@ def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
 
 
 def _load_optimizer(engine, checkpoint: Checkpoint, rank: int) -> None:
+    state = repartitioned(engine, checkpoint, rank)
+    engine.optimizer.load_state_dict(
+        {rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
+    )
+
+
+def repartitioned(engine, checkpoint: Checkpoint, rank: int) -> dict:
+    """The optimizer state of a checkpoint as `rank` of the engine's layout would have saved it."""
     optimizer = engine.optimizer
     groups = [
         Group(offsets[-1] + meta[-1].numel(), size)
@@ -139,5 +147,4 @@ def _load_optimizer(engine, checkpoint: Checkpoint, rank: int) -> None:
         # Mapped, so that of each file only the pieces that are needed are read.
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)[STATES]
 
-    state = repartition(state_of, checkpoint.world_size, groups, rank)
-    optimizer.load_state_dict({rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+    return repartition(state_of, checkpoint.world_size, groups, rank)

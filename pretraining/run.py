@@ -32,9 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     except UserError:
         if placement.rank == 0:
             raise
-        # Every rank finds the same fault and rank 0 says it; it needs a moment before the launcher ends all.
+        # Mostly every rank finds the same fault, rank 0 says it, and the launcher ends all. If it has not after a
+        # while, the fault is on this node alone.
         time.sleep(3)
-        return 2
+        if stop.raised():
+            return 2
+        raise
     if arguments.dry_run:
         if placement.rank == 0:
             print("\n".join(preparation.describe(placement.world_size)))

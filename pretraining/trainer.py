@@ -1,4 +1,4 @@
-"""One optimizer step on any layout, the evaluation, and the loop that repeats them.
+"""One optimizer step on any layout, and the loop that repeats it, evaluates and saves.
 
 The loss of a step is that of the global batch, whatever the ranks and micro-batches: the sum of the masked-LM
 cross entropies divided by the number of masked tokens of all ranks, plus the mean next-sentence cross entropy
@@ -6,9 +6,9 @@ cross entropies divided by the number of masked tokens of all ranks, plus the me
 by world_size / global count.
 """
 
-import math
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,52 +16,32 @@ import torch
 from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
 from pretraining.checkpoint import Checkpoints, TrainState
-from pretraining.data import StepShare, evaluation_batches
-from pretraining.distributed import World, all_sum, gather_objects, gradient_accumulation
+from pretraining.data import StepShare
+from pretraining.distributed import AgreedError, World, all_sum, gradient_accumulation, raise_together
+from pretraining.evaluation import Sums, evaluate
 from pretraining.metrics import ProgressLine, Recorder
-from pretraining.model import PreTrainingOutput
 from pretraining.optimizer import ScheduleSettings, learning_rate
 from pretraining.stop import StopFlag
+from pretraining.trouble import HISTORY, check_weights, find_trouble, loss_scale_cannot_fall
 
 
-class Sums:
-    """Sums over micro-batches, kept on the device: no micro-step waits for a number."""
+@dataclass
+class LastStep:
+    """What is needed to judge a step when its update is done.
 
-    NAMES = ("masked_lm_loss", "masked_lm_correct", "next_sentence_loss", "next_sentence_correct")
+    Attributes:
+        sums: of this rank.
+        start: position before its global batch.
+        skipped: whether its update was skipped, since a gradient overflowed; the same on all ranks.
+        cannot_fall: whether no smaller loss scale was left for that.
+        means: over all ranks, once they are known and the step was found good.
+    """
 
-    def __init__(self, device: torch.device):
-        self._values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
-        self.masked_tokens = 0
-        self.instances = 0
-
-    def add(self, output: PreTrainingOutput, masked_tokens: int, instances: int) -> None:
-        """Add the sums of one micro-batch."""
-        parts = (
-            output.masked_lm_loss_sum,
-            output.masked_lm_correct,
-            output.next_sentence_loss_sum,
-            output.next_sentence_correct,
-        )
-        zero = self._values.new_zeros(())
-        self._values += torch.stack([zero if part is None else part.detach().double() for part in parts])
-        self.masked_tokens += masked_tokens
-        self.instances += instances
-
-    def reduce(self, has_next_sentence: bool) -> dict[str, float]:
-        """Means over all ranks; a collective call, and the only place that waits for the device."""
-        values = all_sum([*self._values.tolist(), self.masked_tokens, self.instances])
-        totals = dict(zip(self.NAMES, values, strict=False))
-        masked_tokens, instances = max(1.0, values[-2]), max(1.0, values[-1])
-        means = {
-            "masked_lm_loss": totals["masked_lm_loss"] / masked_tokens,
-            "masked_lm_accuracy": totals["masked_lm_correct"] / masked_tokens,
-        }
-        means["loss"] = means["masked_lm_loss"]
-        if has_next_sentence:
-            means["next_sentence_loss"] = totals["next_sentence_loss"] / instances
-            means["next_sentence_accuracy"] = totals["next_sentence_correct"] / instances
-            means["loss"] += means["next_sentence_loss"]
-        return means
+    sums: Sums
+    start: int
+    skipped: bool
+    cannot_fall: bool
+    means: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +54,7 @@ class RunSettings:
     micro_batch_size: int
     micro_batch_tokens: int | None
     max_micro_steps: int
-    precision: str
+    spike_factor: float
     schedule: ScheduleSettings
     max_steps: int
     log_interval: int
@@ -122,40 +102,67 @@ class Trainer:
         self.progress = progress
         self.stop = stop
         self._saved_step = state.step
-        self._problem: OSError | None = None  # of the metrics, until all ranks know of it
-        self._last_sums: Sums | None = None
-        self._last_skipped = False
+        self._problem: UserError | None = None  # of this rank, until all ranks know of it
+        self._last: LastStep | None = None
         self._logged_at = time.monotonic()
         self._tokens_since = 0
         self._wait_since = 0.0
 
     def run(self, batches: Iterable[StepShare]) -> bool:
-        """Train to the last step; returns whether it was reached (else a stop was asked for). Saves either way."""
-        finished = self.state.step >= self.settings.max_steps
-        if not finished:
-            for share in batches:
-                if not self.train_step(share):
-                    break
-                step, finished = self.state.step, self.state.step == self.settings.max_steps
-                if finished or _is_due(step, self.settings.eval_interval):
-                    self.evaluate()
-                if finished or _is_due(step, self.settings.save_interval):
-                    self.save()
-                if finished:
-                    break
-        self.stop.ignore()
-        self.save()
-        self._publish()
+        """Train to the last step; returns whether it was reached (else a stop was asked for). Saves either way.
+
+        Raises:
+            TroubleError: training cannot go on from here; nothing is saved since it began.
+            AgreedError: of some rank's.
+        """
+        try:
+            finished = self._run(iter(batches))
+            self.stop.ignore()
+            self.save()
+        except AgreedError:
+            self.publish()  # what was saved before it is good
+            raise
+        self.publish()
         return finished
 
-    def train_step(self, share: StepShare) -> bool:
-        """Train on one global batch; False, and nothing done, if some rank was asked to stop."""
+    def _run(self, shares: Iterator[StepShare]) -> bool:
+        finished = self.state.step >= self.settings.max_steps
+        while not finished:
+            if not self.train_step(self._next(shares)):
+                break
+            step, finished = self.state.step, self.state.step == self.settings.max_steps
+            if finished or _is_due(step, self.settings.eval_interval):
+                self.evaluate()
+            if finished or _is_due(step, self.settings.save_interval):
+                self.save()
+        return finished
+
+    def _next(self, shares: Iterator[StepShare]) -> StepShare | None:
+        try:
+            return next(shares)
+        except UserError as error:
+            self._problem = error
+            return None
+
+    def train_step(self, share: StepShare | None) -> bool:
+        """Train on one global batch; False, and nothing done, if some rank was asked to stop.
+
+        One small all-reduce at its start tells all ranks the global number of masked tokens, the sums of the last
+        step, and who wants to stop, has written its part of a checkpoint, or has a problem.
+
+        Args:
+            share: of this rank; None if it has a problem, which ends all ranks here.
+        """
+        own = (share.masked_lm_count, share.tokens) if share else (0, 0)
         flags = self.stop.raised(), self.checkpoints.is_written, self._problem is not None
-        masked, tokens, stop, written, problems = all_sum([share.masked_lm_count, share.tokens, *flags])
-        if written == self.world.world_size:
-            self._publish()
+        last = self._last.sums.local() if self._last else ()
+        masked, tokens, stop, written, problems, *last = all_sum([*own, *flags, *last])
         if problems:
-            self._end_if_unrecorded()
+            raise_together(self._problem)
+        if self._last:
+            self._judge(last)
+        if written == self.world.world_size:
+            self.publish()
         if stop:
             return False
         sums = self._forward_backward(share, masked)
@@ -163,16 +170,18 @@ class Trainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         skipped_before = self.engine.skipped_steps
+        cannot_fall = loss_scale_cannot_fall(self.engine.optimizer.loss_scaler)
         self.engine.step()
+        skipped = self.engine.skipped_steps > skipped_before
+        self._last = LastStep(sums, self.state.consumed, skipped, cannot_fall)
         self.state.step += 1
-        self.state.skipped_steps += self.engine.skipped_steps - skipped_before
+        self.state.skipped_steps += skipped
         self.state.consumed = share.stop
         self.state.tokens += int(tokens)
         self._tokens_since += int(tokens)
         self._wait_since += share.wait_seconds
-        self._last_sums, self._last_skipped = sums, self.engine.skipped_steps > skipped_before
         if self.state.step == self.settings.max_steps or _is_due(self.state.step, self.settings.log_interval):
-            self._log(sums, rate, share, int(tokens))
+            self._log(rate, share, int(tokens))
         elif self.progress:
             self.progress.update(self.state.step, 0.0)
         return True
@@ -199,8 +208,33 @@ class Trainer:
                 sums.add(output, len(micro_batch.masked_lm_labels), len(micro_batch.lengths))
         return sums
 
-    def _log(self, sums: Sums, rate: float, share: StepShare, tokens: int) -> None:
-        means = self._finite(sums.reduce(self.engine.module.next_sentence_head is not None))
+    def last_means(self) -> dict[str, float]:
+        """Means of the last step over all ranks; a collective call.
+
+        Raises:
+            TroubleError: it was not a good step.
+        """
+        if self._last.means is None:
+            self._judge(all_sum(self._last.sums.local()))
+        return self._last.means
+
+    def last_local_sums(self) -> list[float]:
+        """What this rank has summed up in the last step."""
+        return self._last.sums.local()
+
+    def _judge(self, totals: list[float]) -> None:
+        """Take the last step into the history, once, and raise TroubleError if it was not good."""
+        last = self._last
+        if last.means is None:
+            means = Sums.means(totals, self.engine.module.next_sentence_head is not None)
+            entry = last.start, None if last.skipped else means["loss"]
+            self.state.history = [*self.state.history, entry][-HISTORY:]
+            scaler = self.engine.optimizer.loss_scaler
+            find_trouble(self.state, means["loss"], scaler, last.cannot_fall, self.settings.spike_factor)
+            last.means = means
+
+    def _log(self, rate: float, share: StepShare, tokens: int) -> None:
+        means = self.last_means()
         now = time.monotonic()
         seconds, self._logged_at = now - self._logged_at, now
         tokens_per_second = self._tokens_since / seconds
@@ -210,7 +244,7 @@ class Trainer:
             "optimizer/gradient_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "optimizer/loss_scale": float(getattr(self.engine.optimizer, "loss_scale", 1.0)),
             "optimizer/skipped_steps": self.state.skipped_steps,
-            "progress/samples": self.state.step * self.settings.train_batch_size,
+            "progress/samples": self.state.earlier_samples + self.state.step * self.settings.train_batch_size,
             "progress/tokens": self.state.tokens,
             "progress/epoch": self.state.consumed / int(self.shard_set.block_offsets("train")[-1]),
             "speed/tokens_per_second": tokens_per_second,
@@ -225,42 +259,27 @@ class Trainer:
             )
 
     def _record(self, values: dict[str, float]) -> None:
-        if self.recorder and not self._problem:
-            try:
-                self.recorder.record(self.state.step, values)
-            except OSError as error:
-                self._problem = error
+        if self.recorder:
+            with self._metrics_problem():
+                self.recorder.record(self.state.global_step, values)
 
-    def _end_if_unrecorded(self) -> None:
-        """End the run on all ranks if rank 0 could not write its metrics; a collective call."""
-        problem = gather_objects(self._problem and str(self._problem))[0]
-        if problem:
-            self._publish()
-            raise UserError(
-                f"step {self.state.step:,}: the metrics could not be written ({problem}); mend that, or make room on the "
+    @contextlib.contextmanager
+    def _metrics_problem(self) -> Iterator[None]:
+        """Remember that rank 0 could not write its metrics, until all ranks end with it."""
+        try:
+            yield
+        except OSError as error:
+            self._problem = self._problem or UserError(
+                f"step {self.state.step:,}: the metrics could not be written ({error}); mend that, or make room on the "
                 f"disk, and run the same command again: it goes on from step {self._saved_step:,}"
             )
-
-    def _finite(self, means: dict[str, float]) -> dict[str, float]:
-        """Pass on the means of the last step, or end the run if it has diverged; the same on every rank.
-
-        In fp16 the forward pass may overflow on a step that the loss scaler then skips.
-        """
-        if not math.isfinite(means["loss"]) and not (
-            self.settings.precision == "fp16" and self._last_skipped
-        ):
-            self._publish()
-            raise UserError(
-                f"step {self.state.step:,}: the loss is {means['loss']}: the run has diverged; nothing was saved since "
-                f"step {self._saved_step:,}; lower the learning rate or lengthen the warm-up, with another --output"
-            )
-        return means
 
     def evaluate(self) -> dict[str, float] | None:
         """Loss and accuracies on the held-out shards with their stored masks; None if there are none."""
         if not self.shard_set.block_offsets("eval")[-1]:
             return None
         started = time.monotonic()
+        self._check()
         means = evaluate(
             self.engine.module,
             self.shard_set,
@@ -285,19 +304,33 @@ class Trainer:
         if self.state.step == self._saved_step:
             return
         started = time.monotonic()
-        self._finite(self._last_sums.reduce(self.engine.module.next_sentence_head is not None))
-        if self.recorder and not self._problem:
-            try:
+        self._check()
+        if self.recorder:
+            with self._metrics_problem():
                 self.recorder.flush()
-            except OSError as error:
-                self._problem = error
-        self._end_if_unrecorded()
-        self._publish()
+        raise_together(self._problem)
+        self.publish()
         self.checkpoints.save(self.engine, self.state)
         self._saved_step = self.state.step
         self._logged_at += time.monotonic() - started
 
-    def _publish(self) -> None:
+    def _check(self) -> None:
+        """Raise TroubleError if the last step, or what its update has made, is not good; a collective call."""
+        if self._last:
+            self.last_means()
+            check_weights(self.engine, self.state)
+
+    def restart(self, state: TrainState) -> None:
+        """Go on from another state, which the engine was given already; rank 0 takes back what it recorded beyond."""
+        self.state = state
+        self._saved_step = state.step
+        self._last = None
+        self._tokens_since, self._wait_since, self._logged_at = 0, 0.0, time.monotonic()
+        if self.recorder:
+            with self._metrics_problem():
+                self.recorder.go_back(state.global_step)
+
+    def publish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and make it the newest."""
         path = self.checkpoints.finish()
         if path is None:
@@ -309,39 +342,3 @@ class Trainer:
 
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-@torch.no_grad()
-def evaluate(
-    model,
-    shard_set,
-    world: World,
-    micro_batch_size: int,
-    limit: int,
-    micro_batch_tokens: int | None = None,
-    on_batch: Callable[[], object] | None = None,
-) -> dict[str, float]:
-    """Means over the held-out instances, each counted once; a collective call.
-
-    Args:
-        model: BertForPreTraining.
-        shard_set: whose "eval" split is read, in storage order, with its stored masks.
-        world: this rank.
-        micro_batch_size, micro_batch_tokens: instances and tokens per forward pass at most.
-        limit: instances at most; 0 for all.
-        on_batch: called after each forward pass.
-    """
-    was_training = model.training
-    model.eval()
-    sums = Sums(world.device)
-    for micro_batch in evaluation_batches(
-        shard_set, "eval", world.rank, world.world_size, micro_batch_size, limit, micro_batch_tokens
-    ):
-        output = model(micro_batch.to(world.device))
-        sums.add(output, len(micro_batch.masked_lm_labels), len(micro_batch.lengths))
-        if on_batch:
-            on_batch()
-    model.train(was_training)
-    means = sums.reduce(model.next_sentence_head is not None)
-    means["masked_lm_perplexity"] = math.exp(min(means["masked_lm_loss"], 50.0))
-    return means

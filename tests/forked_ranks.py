@@ -40,13 +40,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_rank(argv: list[str], place: dict[str, str], log: str) -> None:
+def run_rank(argv: list[str], place: dict[str, str], log: str, prepare: Callable[[], object] | None) -> None:
     """One rank: its output goes to a file, its exit code is the program's."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(place)
+    if prepare:
+        prepare()
     from pretraining.run import main
 
     code = run_program(main, argv)
@@ -61,9 +63,10 @@ class Ranks:
         argv: of the program.
         count: of ranks.
         logs: folder for what they print.
+        prepare: called in each rank before the program, with RANK in its environment; it can be pickled.
     """
 
-    def __init__(self, argv: list[str], count: int, logs: Path):
+    def __init__(self, argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None):
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"rank-{rank}.log" for rank in range(count)]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -71,7 +74,7 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = CONTEXT.Process(target=run_rank, args=(argv, place, str(log)), daemon=True)
+            process = CONTEXT.Process(target=run_rank, args=(argv, place, str(log), prepare), daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -98,9 +101,9 @@ class Ranks:
         return "".join(log.read_text() for log in self.logs if log.exists())
 
 
-def run(argv: list[str], count: int, logs: Path) -> str:
+def run(argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None) -> str:
     """Run to the end and return what was printed; every exit code must be 0."""
-    ranks = Ranks(argv, count, logs)
+    ranks = Ranks(argv, count, logs, prepare)
     codes = ranks.wait()
     assert codes == [0] * count, ranks.printed()[-3000:]
     return ranks.printed()

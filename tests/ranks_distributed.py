@@ -298,12 +298,13 @@ def train_micro_batches(world: World, shard_set: ShardSet, bounds: dict) -> dict
     lowered = lower_encoder(world, **bounds)
     settings = RunSettings(
         seed=0, seq_len=LONGEST, train_batch_size=ENCODER_BATCH, micro_batch_size=lowered.micro_batch_size,
-        micro_batch_tokens=lowered.micro_batch_tokens, max_micro_steps=lowered.max_micro_steps, precision="fp32",
+        micro_batch_tokens=lowered.micro_batch_tokens, max_micro_steps=lowered.max_micro_steps, spike_factor=0,
         schedule=ConstantSchedule(warmup_max_lr=ADAMW["lr"]), max_steps=10**6, log_interval=0, save_interval=0,
-        eval_interval=0, eval_instances=0, keep=1,
+        eval_interval=0, eval_instances=0, keep=1, keep_every=0,
     )  # fmt: skip
     state, stop = TrainState(0, 6, 16, ""), SimpleNamespace(raised=lambda: False)
-    trainer = Trainer(engine, world, settings, state, None, shard_set, None, None, stop)
+    checkpoints = SimpleNamespace(is_written=False)
+    trainer = Trainer(engine, world, settings, state, checkpoints, shard_set, None, None, stop)
     batches = batches_of(shard_set, world.rank, world.world_size, **bounds)
     micro_steps, tokens, losses, all_reduces = [], [], [], []
     with closing(batches):
@@ -312,7 +313,7 @@ def train_micro_batches(world: World, shard_set: ShardSet, bounds: dict) -> dict
                 assert trainer.train_step(share)
             micro_steps.append(len(share.micro_batches))
             tokens.append(max(len(batch.input_ids) for batch in share.micro_batches))
-            losses.append(trainer._last_sums.reduce(has_next_sentence=True)["loss"])
+            losses.append(trainer.last_means()["loss"])
             all_reduces.append(len(calls))
     return {
         "parameters": parameters_of(engine.module),

@@ -25,6 +25,7 @@ from training_runs import (
     environment,
     logged_step,
     metrics,
+    optimizer_lines,
 )
 
 from data_prep.errors import UserError
@@ -34,7 +35,7 @@ from pretraining import checkpoint_writer, launch
 from pretraining.arguments import parse_arguments, prepare
 from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState
 from pretraining.distributed import World
-from pretraining.repartition import MOMENTS, PADDINGS, STATES, WEIGHTS, Group, repartition
+from pretraining.repartition import MOMENTS, PADDINGS, WEIGHTS, Group, repartition
 
 STEPS = 14
 SCHEDULE = {
@@ -145,27 +146,6 @@ def test_random_kills_change_nothing(shards, tmp_path, changes):
     print(f"{kills} kills")
     run(argv, 2, tmp_path / "logs")
     assert_same_run(undisturbed, killed)
-
-
-def optimizer_lines(folder: Path) -> dict[str, torch.Tensor]:
-    """fp32 weights and moments as one rank would hold them, whatever the ranks that saved them."""
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    ranks = manifest["world_size"]
-
-    def state_of(rank: int) -> dict:
-        (path,) = folder.glob(f"*zero_pp_rank_{rank}_*")
-        return torch.load(path, weights_only=False)[STATES]
-
-    module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"].values()
-    numels = [
-        sum(value.numel() for value in module if (value.dim() > 1) == matrix) for matrix in (True, False)
-    ]
-    state = repartition(state_of, ranks, [Group(numel, numel) for numel in numels], 0)
-    moments = state[MOMENTS]["state"]
-    lines = {
-        name: torch.cat([moments[group][name] for group in range(2)]) for name in ("exp_avg", "exp_avg_sq")
-    }
-    return lines | {"weights": torch.cat(state[WEIGHTS]), "step": moments[0]["step"].reshape(1)}
 
 
 def relative_difference(left: Path, right: Path) -> dict[str, float]:

@@ -11,6 +11,8 @@ import psutil
 import torch
 from forked_ranks import free_port
 
+from pretraining.repartition import MOMENTS, STATES, WEIGHTS, Group, repartition
+
 BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 
 
@@ -130,3 +132,29 @@ def assert_checkpoints_equal(left: Path, right: Path) -> None:
         for x, y in zip(a, b, strict=True):
             if isinstance(x, torch.Tensor):
                 assert x.dtype == y.dtype and torch.equal(x, y), name
+
+
+def optimizer_lines(folder: Path, states: Path | None = None) -> dict[str, torch.Tensor]:
+    """fp32 weights and moments as one rank would hold them, whatever the ranks that saved them.
+
+    Args:
+        folder: a checkpoint.
+        states: another folder with optimizer states of the same model.
+    """
+    states = states or folder
+    ranks = len(list(states.glob("*zero_pp_rank_*")))
+
+    def state_of(rank: int) -> dict:
+        (path,) = states.glob(f"*zero_pp_rank_{rank}_*")
+        return torch.load(path, weights_only=False)[STATES]
+
+    module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"].values()
+    numels = [
+        sum(value.numel() for value in module if (value.dim() > 1) == matrix) for matrix in (True, False)
+    ]
+    state = repartition(state_of, ranks, [Group(numel, numel) for numel in numels], 0)
+    moments = state[MOMENTS]["state"]
+    lines = {
+        name: torch.cat([moments[group][name] for group in range(2)]) for name in ("exp_avg", "exp_avg_sq")
+    }
+    return lines | {"weights": torch.cat(state[WEIGHTS]), "step": moments[0]["step"].reshape(1)}
