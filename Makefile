@@ -9,11 +9,11 @@ SHELL := bash
 PYTHON ?= python3
 PYTEST_ARGS ?=
 # Of the demo:
-MINUTES := 3
+MINUTES := 2
 MODEL := tiny
 VOCAB_SIZE := 2000
 RANKS := 2
-LABELS := 500
+LABELS := 300
 ADAPT_STEPS := 100
 DEMO_DATA := data/demo
 DEMO_DIR := runs/demo
