@@ -110,6 +110,8 @@ def _csv_rows(lines: Iterable[str], names: Sequence[str], delimiter: str, quoted
             taken.clear()
             if values and header:
                 _check_width(values, header, reader.line_num)
+                if delimiter == "\t":
+                    _check_marks(values, len(header), reader.line_num)
                 yield Row(reader.line_num, header, values, source)
             elif values:
                 header = values
@@ -144,6 +146,21 @@ def _check_header(header: Sequence[str], names: Sequence[str], line: int) -> Non
 def _check_width(values: Sequence[str], header: Sequence[str], line: int) -> None:
     if len(values) != len(header):
         raise LineError(line, f"the row has {len(values)} columns, the header {len(header)}; repair it")
+
+
+def _check_marks(values: Sequence[str], columns: int, line: int) -> None:
+    """Refuse a field that a quotation mark meant as text has opened, and another some rows below has closed.
+
+    Such a field holds the tabs of whole rows.
+    """
+    for value in values:
+        line_ends, tabs = value.count("\n"), value.count("\t")
+        if tabs and tabs == line_ends * (columns - 1):
+            raise LineError(
+                line,
+                f"a quoted field that ends here holds {line_ends} whole rows: a quotation mark above it is text, not a "
+                "quote; quote that field and double the mark",
+            )
 
 
 def _json_rows(lines: Iterable[str], names: Sequence[str], strings: bool) -> Iterator[Row]:

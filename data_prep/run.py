@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int | None:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a file where a folder should be, no permission
-        raise UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        place = error.filename or f"--output {getattr(arguments, 'output', '')}"
+        raise UserError(f"{place}: {error.strerror or error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -80,11 +80,15 @@ def canonical_json(value: object) -> str:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

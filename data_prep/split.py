@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shlex
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +64,7 @@ class Dealer:
     Attributes:
         rows: side → rows dealt to it.
         without_text: rows dropped because nothing is left of their text once it is clean.
-        duplicates: rows dropped because an earlier one has the same text, spaces aside.
+        duplicates: rows dropped because an earlier one has the same text; spaces, case and Unicode form aside.
         contradictions: column → duplicates that hold something else there than the row that stayed.
     """
 
@@ -82,7 +83,8 @@ class Dealer:
         if not text:
             self.without_text += 1
             return None
-        digest = document_hash([text])
+        # Compatible forms and case are folded, as tokenizers fold them: what reads the same is one text.
+        digest = document_hash([unicodedata.normalize("NFKC", text).casefold()])
         others = self._hash_others(row)
         if digest in self._stayed:
             self.duplicates += 1
@@ -254,6 +256,7 @@ def _deal_files(files: Sequence[InputFile], kind: str, dealer: Dealer, paths: Se
             for number, row in enumerate(read_rows(file.path, kind, [dealer.settings.text_field])):
                 if not columns:
                     columns = list(row.columns)
+                    _check_names(columns, file)
                     _write_header(streams, columns, kind)
                 if number == 0:
                     _check_columns(row.columns, columns, kind, file, files[0])
@@ -263,6 +266,11 @@ def _deal_files(files: Sequence[InputFile], kind: str, dealer: Dealer, paths: Se
                     sides[side].write(row.source if is_whole else row.source + "\n")
             _check_unchanged(file)
     return columns
+
+
+def _check_names(columns: Sequence[str], file: InputFile) -> None:
+    if twice := sorted({name for name in columns if columns.count(name) > 1}):
+        raise UserError(f"{file.path}: there is more than one column {listed(twice)}; give each its own name")
 
 
 def _write_header(streams: Iterable[TextIO], columns: Sequence[str], kind: str) -> None:

@@ -55,8 +55,8 @@ class Grid:
         self._finish(self._others(finished), finished)
         chosen = self.results.best_rate(finished, self._search_seeds)
         self._write_model(self.results.best_seed(chosen))
-        self.results.drop_weights(finished)
-        return self.results.write_metrics(finished, chosen, self._description_of_data())
+        self.results.drop_all_weights()
+        return self.results.write_metrics(finished, chosen, self._search_seeds, self._description_of_data())
 
     def _finish(self, runs: list[tuple[float, int]], finished: list[RunResult]) -> None:
         """Train those that are not finished; results are added to `finished`."""

@@ -71,10 +71,13 @@ def _lines(stream: BinaryIO, field: str | None) -> Iterator[str]:
     for number, raw in enumerate(stream, start=1):
         place = f"{STDIN}, line {number}"
         try:
-            line = raw.decode("utf-8").rstrip("\r\n")
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UserError(f"{place}: the text is not valid UTF-8; convert it first") from None
-        yield line if field is None else _json_text(line, number, field, place)
+        if field is None:
+            yield line
+        elif not line.isspace() and line:
+            yield _json_text(line, number, field, place)
 
 
 def _json_text(line: str, number: int, field: str, place: str) -> str:

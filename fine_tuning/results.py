@@ -51,7 +51,7 @@ class RunResult:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"lr{self.learning_rate:g}-seed{self.seed}"
+        return f"lr{self.learning_rate!r}-seed{self.seed}"
 
 
 class Results:
@@ -95,7 +95,7 @@ class Results:
 
     def run_folder(self, learning_rate: float, seed: int) -> Path:
         """Where a run lies."""
-        return self.folder / "runs" / f"lr{learning_rate:g}-seed{seed}"
+        return self.folder / "runs" / f"lr{learning_rate!r}-seed{seed}"
 
     def begin(self, learning_rate: float, seed: int) -> Path:
         """An empty folder for a run; what a killed one left there goes."""
@@ -129,6 +129,11 @@ class Results:
         for result in results:
             (self.run_folder(result.learning_rate, result.seed) / _WEIGHTS).unlink(missing_ok=True)
 
+    def drop_all_weights(self) -> None:
+        """Remove the weights of all runs, those of earlier commands that were killed too."""
+        for path in self.folder.glob(f"runs/*/{_WEIGHTS}"):
+            path.unlink(missing_ok=True)
+
     def best_seed(self, results: Sequence[RunResult]) -> RunResult:
         """The best of these runs on dev: by metric, then by loss, then the first."""
         return max(results, key=lambda result: _rank([result], self.metric))
@@ -145,15 +150,23 @@ class Results:
         return max(by_rate(results), key=rank)
 
     def write_metrics(
-        self, results: Sequence[RunResult], chosen: Sequence[RunResult], content: dict[str, Any]
+        self,
+        results: Sequence[RunResult],
+        chosen: Sequence[RunResult],
+        search_seeds: Sequence[int],
+        content: dict[str, Any],
     ) -> dict[str, Any]:
-        """metrics.json: `content` and the summary of all runs and of the chosen ones; returns the summary."""
+        """metrics.json: `content` and the summary of all runs and of the chosen ones; returns the summary.
+
+        Learning rates are listed with the runs that were compared: those with search_seeds.
+        """
+        searched = [result for result in results if result.seed in search_seeds]
         summary = {
             "best": asdict(self.best_seed(chosen)),
             **{split: _over_seeds(chosen, split) for split in chosen[0].scores},
             "learning_rates": [
                 {"learning_rate": runs[0].learning_rate, "dev": _over_seeds(runs, "dev")}
-                for runs in by_rate(results)
+                for runs in by_rate(searched)
             ],
             "runs": [asdict(result) for result in results],
         }

@@ -177,8 +177,10 @@ def choose_adamw(device_type: str) -> AdamWChoice:
 def refuse_apex_look_alike() -> None:
     """Raise UserError if an installed package named apex is not NVIDIA's; its files are looked at, not run."""
     spec = importlib.util.find_spec("apex")
-    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    if spec and not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
+    if spec is None or spec.origin is None:
+        return  # a folder of this name without an __init__.py, such as a checkout of the repository
+    folders = map(Path, spec.submodule_search_locations or ())
+    if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
         raise UserError(
             f"{spec.origin}: this apex is not NVIDIA's (the one on PyPI is a web toolkit), whose place it takes; "
             "pip uninstall apex, and if you want NVIDIA's kernels, build theirs from its repository"
@@ -188,7 +190,8 @@ def refuse_apex_look_alike() -> None:
 def _apex_fault() -> str | None:
     """Why apex's FusedAdam cannot be used, or None."""
     refuse_apex_look_alike()
-    if importlib.util.find_spec("apex") is None:
+    spec = importlib.util.find_spec("apex")
+    if spec is None or spec.origin is None:
         return "NVIDIA's apex is not installed"
     if importlib.util.find_spec("amp_C") is None:
         return "NVIDIA's apex is installed without its CUDA extensions"

@@ -36,6 +36,7 @@ X_AXES = ("tokens", "steps", "samples")
 # Training points of a run that are drawn: more than the picture has room for only make it noisy and large.
 MAX_POINTS = 200
 MAX_MARKS = 20
+MAX_RUNS = 14  # twice the colours; more would cover the curves with their names
 # The share of a run in which the training loss falls from ln(vocabulary), which may leave the picture.
 STEEP_SHARE = 0.05
 # Okabe and Ito's colours, which colour-blind readers tell apart too; where they are used up, the marks differ.
@@ -85,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.output.suffix.lower() != ".png":
         raise UserError(f"--output {arguments.output}: the picture is a PNG; give a name that ends in .png")
+    if len(arguments.runs) > MAX_RUNS:
+        raise UserError(f"{len(arguments.runs)} runs: one picture shows {MAX_RUNS} at most; make several")
     quantity = arguments.quantity.removeprefix(TRAIN).removeprefix(HELD_OUT)
     folders = zip(arguments.runs, short_names(arguments.runs), strict=True)
     runs = [read_run(folder, name, quantity, arguments.x) for folder, name in folders]
@@ -127,7 +130,7 @@ def write_output(path: Path, data: bytes) -> None:
         write_atomically(path, data)
     except OSError as error:
         raise UserError(
-            f"--output {path}: it cannot be written ({error.strerror}: {error.filename}); choose another place"
+            f"--output {path}: it cannot be written ({error.strerror}); choose another place"
         ) from None
 
 
@@ -192,7 +195,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
         return None
     numbers = [value for value in line.values() if value is not None]
-    is_right = all(type(value) in (int, float) and math.isfinite(value) for value in numbers)
+    is_right = all(type(value) in (int, float) and abs(value) < math.inf for value in numbers)
     return line if is_right else None
 
 
@@ -202,7 +205,7 @@ def _points(lines: list[dict[str, Any]], name: str) -> dict[int, float]:
 
 
 def _quantities(lines: list[dict[str, Any]]) -> str:
-    names = {name for line in lines for name in line if name != "step"}
+    names = {name for line in lines for name, value in line.items() if name != "step" and value is not None}
     if not names:
         return "it has no points yet: wait for the first ones (--log_interval, --eval_interval)"
     return f"it has {', '.join(sorted({name.removeprefix(TRAIN).removeprefix(HELD_OUT) for name in names}))}"

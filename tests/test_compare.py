@@ -70,7 +70,8 @@ def write_results(
             results.finish(finished[-1], nn.Linear(1, 1))
     examples = {"start": f"run {folder.name}", "examples": EXAMPLES | {"train": train}}
     chosen = results.best_rate(finished, [0])
-    results.write_metrics(finished, chosen, examples | {"settings": identity})
+    seeds = grid["seeds"][:search_seeds]
+    results.write_metrics(finished, chosen, seeds, examples | {"settings": identity})
     return folder
 
 

@@ -475,6 +475,9 @@ def test_the_first_seeds_choose_the_learning_rate(toy, tmp_path, monkeypatch, ca
         return result
 
     monkeypatch.setattr(Grid, "_train", scored)
+    killed = tmp_path / "x" / "runs" / "lr0.5-seed9" / "weights.safetensors"
+    killed.parent.mkdir(parents=True)
+    killed.touch()  # of an earlier command that was killed
     options = ("--epochs", "1", "--learning_rate", "1e-6", "3e-3", "--seeds", "0", "1", "2", "--search_seeds")
     arguments = command(toy, tmp_path / "x", *options, "1")
     assert run_program(main, arguments) == 130
@@ -485,6 +488,9 @@ def test_the_first_seeds_choose_the_learning_rate(toy, tmp_path, monkeypatch, ca
     content = metrics(tmp_path / "x")
     assert content["best"]["learning_rate"] == 3e-3
     assert content["dev"]["accuracy"]["mean"] == pytest.approx((0.9 + 0.1 + 0.1) / 3)
+    # The rates are listed as they were compared: with the first seed.
+    assert [row["dev"]["accuracy"]["mean"] for row in content["learning_rates"]] == [0.5, 0.9]
+    assert not list((tmp_path / "x").glob("runs/*/weights.safetensors"))
     assert main(arguments) == 0
     assert "nothing is left to train" in capsys.readouterr().out
     assert run_program(main, command(toy, tmp_path / "x", *options, "4")) == 2
@@ -614,8 +620,10 @@ def test_predict_cleans_texts_as_training_does(grid, toy, tmp_path, monkeypatch,
     assert examples.columns == (clean,) and examples.labels == ["a<br />\u3000b"] * 2
     predictor = Predictor(grid, CPU)
     wanted = predictor.probabilities([clean])
-    assert predictor.probabilities(examples.columns) == wanted != predictor.probabilities([messy])
-    lines = "\n".join(messy) + "\n"
+    assert predictor.probabilities(examples.columns) == predictor.probabilities([messy]) == wanted
+    assert predictor.probabilities([["ban ban", "ban ban"]]) != wanted
+    lines = "\ufeff" + "\n".join(messy) + "\n"
+    jsonl = "\ufeff" + jsonl.replace("}\n", "}\n\n")
     for content, options in ((None, messy), (None, clean), (lines, []), (jsonl, ["--jsonl"])):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
         assert predict_main([str(grid), *options]) == 0

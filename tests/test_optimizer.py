@@ -183,6 +183,12 @@ def test_a_look_alike_of_apex_is_refused(install, tmp_path, capsys):
     assert "apex" not in sys.modules
 
 
+def test_a_folder_called_apex_is_no_package(install, tmp_path):
+    """A checkout of NVIDIA's repository in the working folder is not the installed package, and no look-alike."""
+    (tmp_path / "apex" / "apex").mkdir(parents=True)
+    assert "not installed" in choose_adamw("cuda").why
+
+
 def test_apex_without_its_kernels_is_passed_over(install):
     """A Python-only build of apex would fail at the first step."""
     install({"apex/__init__.py": "", "apex/optimizers/fused_adam.py": "class FusedAdam: pass"})

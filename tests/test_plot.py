@@ -271,11 +271,12 @@ def test_bad_input_is_one_sentence(tmp_path, folder, capsys):
         ([empty, *good], "it has no points yet"),
         (
             [folder, *good, "--quantity", "los"],
-            "there is no 'los'; it has masked_lm_accuracy, masked_lm_loss, opt",
+            "there is no 'los'; it has masked_lm_accuracy, masked_lm_loss, pro",
         ),
         ([steps_only, *good], "it does not say the tokens of any step; take --x steps"),
         ([odd, *good], "it does not say the model's vocab_size"),
         ([folder, folder, *good], "this folder is given twice"),
+        ([*[folder] * 15, *good], "15 runs: one picture shows 14 at most"),
         ([folder, "--output", tmp_path / "folder.png"], "folder.png: that is a folder"),
         ([folder, "--output", file / "a.png"], "a.png: it cannot be written"),
         ([folder, "--output", tmp_path / "a.svg"], "the picture is a PNG"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from corpora import files
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data_prep.documents import clean_text, document_hash
@@ -45,6 +45,8 @@ def rows_of(text: str, kind: str, names=("text",), **options) -> list:
 )
 def test_fields_and_sources_of_csv_come_back(table, end, delimiter):
     """Whatever csv.writer writes comes back: fields by name, and sources that are, joined, the text as it stands."""
+    # What looks like rows swallowed by a stray quotation mark is refused; see the test below.
+    assume(delimiter == "," or not any(0 < x.count("\t") == x.count("\n") for x in sum(table, ())))
     out = io.StringIO(newline="")
     # The writer itself forgets to quote a line end that is not its own.
     quoting = csv.QUOTE_ALL if re.search("[\r\n]", "".join(sum(table, ()))) else csv.QUOTE_MINIMAL
@@ -294,20 +296,40 @@ def test_a_text_stands_in_one_row_of_one_side(tmp_path, capsys):
         ["900", rows[1][1].replace(" ", "  "), rows[1][2]],
         ["901", rows[1][1].replace(" ", "<br />", 1), "9"],
         ["902", " <br>\u3000\x0b", "1"],
+        ["903", rows[2][1].upper(), rows[2][2]],
+        ["904", rows[3][1].replace("3", "\uff13"), rows[3][2]],
     ]
     path = write_rows(tmp_path / "r.csv", rows + twins)
     main(split(path, tmp_path / "out"))
     dealt = [row for part in sides(tmp_path / "out").values() for row in part]
     assert sorted(dealt) == sorted(rows)
     said = json.loads((tmp_path / "out/split.json").read_text())
-    assert (said["duplicates"], said["without_text"]) == (3, 1)
-    assert said["contradictions"] == {"id": 2, "label": 1}
+    assert (said["duplicates"], said["without_text"]) == (5, 1)
+    assert said["contradictions"] == {"id": 4, "label": 1}
     out = capsys.readouterr().out
     assert (
-        '3 rows with a text that was there before; of these 2 have another "id", 1 have another "label"'
+        '5 rows with a text that was there before; of these 4 have another "id", 1 have another "label"'
         in out
     )
     assert "1 rows without text" in out
+
+
+def test_rows_swallowed_by_stray_quotation_marks_are_refused(tmp_path, capsys):
+    """In a TSV that was written without quoting, two fields with an opening and a closing mark do not become one."""
+    lines = [f"{i}\tfilm {i}\t{i % 2}" for i in range(60)]
+    lines[10], lines[13] = '10\t"good film\t1', '13\tbad film"\t0'
+    (tmp_path / "r.tsv").write_text("\n".join(["id\ttext\tlabel", *lines]) + "\n")
+    assert run_program(main, split(tmp_path / "r.tsv", tmp_path / "out")) == 2
+    assert "line 15: a quoted field that ends here holds 3 whole rows" in capsys.readouterr().err
+    quoted = 'id\ttext\tlabel\n1\t"a\tb\nc"\t0\n'
+    assert rows_of(quoted, "tsv")[0].field("text") == "a\tb\nc"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, capsys):
+    """Any name, not only the text's: later programs could not tell the columns apart."""
+    (tmp_path / "r.csv").write_text("text,label,label\n" + "".join(f"film {i},0,1\n" for i in range(50)))
+    assert run_program(main, split(tmp_path / "r.csv", tmp_path / "out")) == 2
+    assert 'there is more than one column "label"' in capsys.readouterr().err
 
 
 def test_fields_that_only_some_json_lines_have_are_compared(tmp_path):

@@ -2,7 +2,9 @@
 
 import json
 import random
+import resource
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -350,3 +352,18 @@ def test_canonical_json_holds_any_name():
     text = canonical_json(value)
     assert text == canonical_json({"a": value["a"], "b": value["b"]})
     assert json.loads(text.encode()) == value
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    """A file that cannot be written whole leaves neither itself nor its temporary, and the old one stays."""
+    write_atomically(tmp_path / "a.json", b"old")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(tmp_path / "a.json", b"x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"old"}

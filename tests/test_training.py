@@ -401,6 +401,9 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
     assert refusal() is None and refusal(*intervals, "--keep", "1", "--keep_every", "4") is None
     assert refusal(train_micro_batch_size_per_gpu=13) is None and refusal(world_size=5) is None
     assert refusal(zero_optimization={"stage": 1}) is None
+    assert (
+        refusal("--position_init", "random", "--masked_lm_prob", "0.15") is None
+    )  # the defaults, written out
     adamw = {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
     warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     for words, options, changes in (
@@ -410,8 +413,8 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
         ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
         ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
         ("masking: dynamic there, static now", ("--masking", "static"), {}),
-        ("masked_lm_prob: None there, 0.4 now", ("--masked_lm_prob", "0.4"), {}),
-        ("position_init: None there, sinusoidal now", ("--position_init", "sinusoidal"), {}),
+        ("masked_lm_prob: 0.15 there, 0.4 now", ("--masked_lm_prob", "0.4"), {}),
+        ("position_init: random there, sinusoidal now", ("--position_init", "sinusoidal"), {}),
         ("model.initializer_range: 0.02 there, 0.05 now", ("--initializer_range", "0.05"), {}),
         ("train_batch_size: 13 there, 12 now", (), {"train_batch_size": 12}),
         ("gradient_clipping: 1.0 there, 0.5 now", (), {"gradient_clipping": 0.5}),
