@@ -25,6 +25,7 @@ from data_prep.shards import (
     parse_block,
     token_dtype,
     verify,
+    write_atomically,
     write_shard,
 )
 
