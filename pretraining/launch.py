@@ -18,7 +18,7 @@ from data_prep.shards import TOKENIZER_FOLDER, ShardSet, file_sha256, sync, writ
 from data_prep.workers import work_lock
 from pretraining import distributed
 from pretraining.arguments import Preparation, identity
-from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_step
+from pretraining.checkpoint import Checkpoints
 from pretraining.data import TrainingBatches
 from pretraining.distributed import (
     AgreedError,
@@ -28,6 +28,7 @@ from pretraining.distributed import (
     import_deepspeed,
     raise_together,
 )
+from pretraining.manifest import Checkpoint, TrainState, newest_step
 from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
@@ -149,6 +150,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
                 "another --output"
             )
     else:
+        _check_start(preparation)
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
     earlier = preparation.start and preparation.start.checkpoint
@@ -174,6 +176,22 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
     )
+
+
+def _check_start(preparation: Preparation) -> None:
+    """Refuse to begin with random weights where others were asked for; a collective call.
+
+    They are not read if a rank has seen a checkpoint of the run, which can be gone when the ranks meet.
+    """
+    start, arguments, problem = preparation.start, preparation.arguments, None
+    if start and not start.weights and not start.checkpoint:
+        option = "init_from" if arguments.init_from else "phase_from"
+        problem = UserError(
+            f"--{option} {getattr(arguments, option)}: neither its weights nor a checkpoint were read, since "
+            f"{preparation.run_folder} had a checkpoint to go on from, which is no longer there; run the same command "
+            "again, or give another --output"
+        )
+    raise_together(problem)
 
 
 def _run_settings(preparation: Preparation) -> RunSettings:

@@ -16,17 +16,18 @@ import torch
 from data_prep.errors import UserError
 from data_prep.shards import TOKENIZER_FOLDER
 from data_prep.tokenizer import Tokenizer
-from pretraining.checkpoint import (
+from pretraining.checkpoint import Checkpoints
+from pretraining.distributed import World, gather_objects
+from pretraining.loading import StartingPoint, check_tokenizer, recorded
+from pretraining.manifest import (
     FOLDER,
     MANIFEST,
     NOT_OURS,
     Checkpoint,
-    Checkpoints,
     TrainState,
+    checkpoint_folders,
     read_manifest,
 )
-from pretraining.distributed import World, gather_objects
-from pretraining.loading import StartingPoint, check_tokenizer, recorded
 from pretraining.model import BertConfig
 from pretraining.repartition import MOMENTS, WEIGHTS, repartitioned
 
@@ -68,10 +69,7 @@ def phase_start(
 
 def _named_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in the folder, or the newest one of the run folder, as far as its manifest can tell."""
-    paths = (
-        [folder] if (folder / MANIFEST).is_file() else sorted((folder / FOLDER).glob("step-*"), reverse=True)
-    )
-    for path in paths:
+    for path in [folder] if (folder / MANIFEST).is_file() else checkpoint_folders(folder):
         try:
             return Checkpoint(path.resolve(), read_manifest(path)[0])
         except NOT_OURS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
-from pretraining.checkpoint import Checkpoint
+from pretraining.manifest import Checkpoint
 
 # Names in the file of a rank, by DeepSpeed (deepspeed/checkpoint/constants.py).
 STATES, MOMENTS, WEIGHTS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"

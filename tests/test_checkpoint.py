@@ -1,0 +1,100 @@
+"""Checkpoints that are damaged, half deleted or not there: never believed, never a silent fresh start."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from small_runs import make_shards, make_tokenizer, random_model, tiny_config, write_run
+
+from data_prep.errors import UserError
+from data_prep.shards import ShardSet
+from pretraining import distributed
+from pretraining.checkpoint import Checkpoints
+from pretraining.loading import StartingPoint, recorded, starting_point
+from pretraining.phase import phase_start
+
+MODEL_STATES = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A tokenizer and shards of it."""
+    home = tmp_path_factory.mktemp("checkpoint")
+    make_shards(home, make_tokenizer(home))
+    return home
+
+
+@pytest.fixture
+def run(home, tmp_path) -> Path:
+    """A run folder with checkpoints of steps 4 and 8."""
+    for step in (4, 8):
+        write_run(tmp_path / "run", random_model(tiny_config()), home / "tokenizer", step)
+    return tmp_path / "run"
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def alone(run: Path, say=print) -> Checkpoints:
+    """The checkpoints of a run as one process sees them."""
+    return Checkpoints(run, {}, 0, 1, lambda value: [value], say)
+
+
+@pytest.mark.parametrize("option", ["init_from", "phase_from"])
+@pytest.mark.parametrize("name", ["step-00000008.partial", "step-00000008.old", "step-8"])
+def test_only_a_checkpoint_by_its_whole_name_lets_a_run_go_on(home, run, tmp_path, option, name):
+    """What a kill or a user has left under another name is no checkpoint: the weights asked for are read."""
+    output = tmp_path / "output"
+    identity = {
+        "model": tiny_config().to_dict(),
+        "precision": "fp32",
+        "train_batch_size": 7,
+        option: "a hash",
+    }
+    path = write_run(output, random_model(tiny_config()), home / "tokenizer", 8, identity)
+    output.joinpath("settings.json").write_text(json.dumps({"arguments": {option: str(run)}}))
+    assert recorded(option, run, output) == (tiny_config().to_dict(), "a hash")
+    path.rename(path.with_name(name))
+    assert recorded(option, run, output) is None
+    start = {"init_from": starting_point, "phase_from": phase_start}[option]
+    found = start(run, ShardSet.open(home / "shards"), output, dropout=0.0, next_sentence=True)
+    assert found.weights or found.checkpoint.path.name == "step-00000008"
+
+
+def test_a_phase_starts_from_the_newest_by_number_and_whole_name(home, run, tmp_path):
+    """Steps of nine digits come after those of eight, and a half written checkpoint is not taken for the newest."""
+
+    def chosen() -> str:
+        shard_set = ShardSet.open(home / "shards")
+        return phase_start(run, shard_set, tmp_path, dropout=0.0, next_sentence=True).checkpoint.path.name
+
+    for step in (99_999_999, 100_000_000):
+        path = write_run(run, random_model(tiny_config()), home / "tokenizer", step)
+    assert chosen() == "step-100000000"
+    path.rename(path.with_name("step-100000001.partial"))
+    assert chosen() == "step-99999999"
+
+
+def test_no_run_begins_with_random_weights_instead_of_those_asked_for(monkeypatch):
+    """A checkpoint that vanishes between the check and the start is an error that names the option, not a fresh start."""
+    from pretraining.launch import _check_start
+
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
+    arguments = SimpleNamespace(init_from=None, phase_from=Path("runs/first"))
+    config = tiny_config()
+    for start, refused in [
+        (None, False),
+        (StartingPoint(config, {"weight": 0}, "hash"), False),
+        (StartingPoint(config, None, "hash", checkpoint="one"), False),
+        (StartingPoint(config, None, "hash"), True),
+    ]:
+        preparation = SimpleNamespace(start=start, arguments=arguments, run_folder=Path("runs/second"))
+        if refused:
+            with pytest.raises(
+                UserError, match="--phase_from runs/first: neither its weights nor a checkpoint"
+            ):
+                _check_start(preparation)
+        else:
+            _check_start(preparation)
