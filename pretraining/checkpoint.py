@@ -128,10 +128,10 @@ class Checkpoints:
             raise
         return final
 
-    def _agree(self, problem: Exception | None, value: object) -> list:
+    def _agree(self, problem: BaseException | None, value: object) -> list:
         """Wait for all ranks and return their values; if one has a problem, all of them end with it."""
         full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
-        text = problem.strerror if full else str(problem)
+        text = problem.strerror if full else str(problem) or type(problem).__name__
         answers = self._gather(((text, full) if problem else None, value))
         problems = [answer for answer, _ in answers if answer]
         if problems:

@@ -27,14 +27,21 @@ from pretraining.huggingface import (
     from_huggingface,
     standard_layout,
 )
-from pretraining.manifest import FOLDER, MANIFEST, NOT_OURS, Checkpoint, checkpoint_folders, read_manifest
+from pretraining.manifest import (
+    FOLDER,
+    MANIFEST,
+    MODEL_STATES,
+    NOT_OURS,
+    Checkpoint,
+    checkpoint_folders,
+    read_manifest,
+)
 from pretraining.model import BertConfig
 
 CONFIG_FILE = "config.json"
 SAFETENSORS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
-MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 EXPECTED = (
     f"a run folder (with {FOLDER}/), a checkpoint folder (with {MANIFEST}) or a Hugging Face folder "
     f"(with {CONFIG_FILE} and {SAFETENSORS_FILE})"
@@ -130,7 +137,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Pretrained:
 
 
 def _read_module(path: Path) -> dict[str, Tensor]:
-    states = torch.load(path / MODEL_STATES_FILE, map_location="cpu", weights_only=True)
+    states = torch.load(path / MODEL_STATES, map_location="cpu", weights_only=True)
     return states["module"]
 
 

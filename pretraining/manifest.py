@@ -3,18 +3,22 @@
 The manifest has a hash of its own beside those of the files, so that no changed byte of a checkpoint goes unnoticed.
 """
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from data_prep.errors import UserError
-from data_prep.shards import file_sha256, write_atomically
+from data_prep.shards import canonical_json, file_sha256, write_atomically
 
 FOLDER = "checkpoints"
 MANIFEST = "checkpoint.json"
 NAME = re.compile(r"step-\d{8,}")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# DeepSpeed's names; those of other files in a checkpoint do not matter.
+MODEL_STATES = "mp_rank_00_model_states.pt"
+OPTIMIZER_STATES = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 # What reading a manifest can raise if something else lies in its place.
 NOT_OURS = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 
@@ -112,8 +116,14 @@ def newest_step(run_folder: Path) -> int:
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
-    """Write the manifest of the checkpoint in a folder, durably."""
-    write_atomically(path / MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
+    """Write the manifest of the checkpoint in a folder, durably, with a hash of itself."""
+    content = manifest | {"sha256": _sha256(manifest)}
+    write_atomically(path / MANIFEST, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _sha256(manifest: dict) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
@@ -121,13 +131,27 @@ def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format version {manifest['format_version']}, this program reads {FORMAT_VERSION}")
-    TrainState.from_dict(manifest["train_state"])
+    if manifest["sha256"] != _sha256(manifest):
+        raise ValueError("it was changed, its sha256 differs")
+    state = TrainState.from_dict(manifest["train_state"])
+    if NAME.fullmatch(path.name) and step_of(path) != state.step:
+        raise ValueError(f"it is of step {state.step}, the folder is called {path.name}")
     entries = sorted((name, dict(entry)) for name, entry in manifest["files"].items())
-    if not entries or not all({"bytes", "sha256"} <= entry.keys() for _, entry in entries):
-        raise ValueError("it does not say which files belong to it")
+    if not all({"bytes", "sha256"} <= entry.keys() for _, entry in entries):
+        raise ValueError("it does not say what its files hold")
     if not isinstance(manifest["identity"], dict) or not isinstance(manifest["world_size"], int):
         raise ValueError("it does not say what run it belongs to")
+    _check_names([name for name, _ in entries], manifest["world_size"])
     return manifest, entries
+
+
+def _check_names(names: list[str], world_size: int) -> None:
+    """Each file of a checkpoint must be named, or its absence would go unnoticed."""
+    found = [int(match[1]) for name in names if (match := OPTIMIZER_STATES.fullmatch(name))]
+    if MODEL_STATES not in names or sorted(found) != list(range(world_size)):
+        raise ValueError(
+            f"it does not name {MODEL_STATES} and the optimizer states of each of {world_size} ranks"
+        )
 
 
 def fault_of(path: Path, entry: dict) -> list[str]:

@@ -9,7 +9,7 @@ from small_runs import make_shards, make_tokenizer, random_model, tiny_config, w
 
 from data_prep.errors import UserError
 from data_prep.shards import ShardSet
-from pretraining import distributed
+from pretraining import checkpoint_writer, distributed
 from pretraining.checkpoint import Checkpoints
 from pretraining.loading import StartingPoint, recorded, starting_point
 from pretraining.phase import phase_start
@@ -98,3 +98,61 @@ def test_no_run_begins_with_random_weights_instead_of_those_asked_for(monkeypatc
                 _check_start(preparation)
         else:
             _check_start(preparation)
+
+
+def test_each_changed_byte_of_a_manifest_is_noticed(run):
+    """A number that became another one, or a text, in checkpoint.json: named, passed over, and no traceback."""
+    said = []
+    path = folder_of(run, 8) / "checkpoint.json"
+    whole = path.read_text()
+    for old, new in [
+        ('"consumed": 0', '"consumed": 5'),
+        ('"step": 8', '"step": 9'),
+        ('"step": 8', '"step": "8"'),
+        ('"rollbacks": 0', '"rollbacks": -1'),
+        ('"precision": "fp32"', '"precision": "bf16"'),
+        ('"world_size": 1', '"world_size": 2'),
+        ('"sha256": "', '"sha256": "0'),
+    ]:
+        assert whole.count(old)
+        path.write_text(whole.replace(old, new, 1))
+        assert alone(run, said.append).newest_whole().state.step == 4
+        assert "step-00000008 is damaged" in said[-1] and "checkpoint.json" in said[-1]
+    path.write_text(whole)
+    assert alone(run).newest_whole().state.step == 8
+    folder_of(run, 8).rename(folder_of(run, 9))
+    assert alone(run, said.append).newest_whole().state.step == 4
+    assert "it is of step 8, the folder is called step-00000009" in said[-1]
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [MODEL_STATES, "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"],
+)
+def test_a_manifest_must_name_the_files_of_all_ranks(run, absent):
+    """A checkpoint whose manifest, right in itself, lacks the model's file or that of a rank is not whole."""
+    from pretraining.manifest import read_manifest, write_manifest
+
+    path = folder_of(run, 8)
+    manifest, _ = read_manifest(path)
+    entry = manifest["files"]["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (path / second).write_bytes((path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes())
+    files = manifest["files"] | {second: entry}
+    write_manifest(path, manifest | {"world_size": 2, "files": files})
+    assert alone(run).newest_whole().state.step == 8
+    del files[absent]
+    write_manifest(path, manifest | {"world_size": 2, "files": files})
+    assert alone(run).newest_whole().state.step == 4
+
+
+def test_a_writer_without_memory_publishes_nothing(home, run, monkeypatch):
+    """A thread that ends by any error, not only of the disk's, ends the save; the older checkpoints stay."""
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoint_writer, "_write", fail)
+    with pytest.raises(UserError, match=r"could not be written \(MemoryError\)"):
+        write_run(run, random_model(tiny_config()), home / "tokenizer", 12)
+    assert not folder_of(run, 12).exists() and alone(run).newest_whole().state.step == 8

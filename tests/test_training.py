@@ -41,6 +41,7 @@ from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import TrainingBatches, evaluation_batches
 from pretraining.distributed import World
 from pretraining.launch import _batches, _run_settings
+from pretraining.manifest import write_manifest
 from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
 from pretraining.optimizer import learning_rate, parameter_groups
@@ -471,7 +472,7 @@ def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
         whole | {"files": {}},
         whole | {"files": {"mp_rank_00_model_states.pt": 5}},
     ]
-    wrong += [whole | {"format_version": 2}, whole | {"train_state": {}}, whole | {"identity": None}]
+    wrong += [whole | {"format_version": 1}, whole | {"train_state": {}}, whole | {"identity": None}]
     wrong += [{name: value for name, value in whole.items() if name != left_out} for left_out in whole]
     checkpoints = Checkpoints(tmp_path, {}, 0, 1, lambda value: [value], print)
     assert checkpoints.newest_whole()
@@ -479,6 +480,10 @@ def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
             checkpoints.newest_whole()
+        if isinstance(content, dict) and "sha256" in content:  # not only by its hash
+            write_manifest(path.parent, content)
+            with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
+                checkpoints.newest_whole()
 
 
 def test_a_run_folder_belongs_to_one_run_at_a_time(shards, one_rank):
