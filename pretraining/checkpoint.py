@@ -7,6 +7,7 @@ each rank writes; the ranks publish together, so a checkpoint is that of all ran
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -63,6 +64,7 @@ class Checkpoints:
         self._gather = gather
         self._say = say
         self._pending: tuple[Writer, Path, Path, dict] | None = None
+        self._damaged: set[str] = set()
 
     def save(self, engine, state: TrainState) -> None:
         """Begin to save the engine and the state; every rank calls it at the same step.
@@ -126,6 +128,7 @@ class Checkpoints:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+        self._damaged.discard(final.name)
         return final
 
     def _agree(self, problem: BaseException | None, value: object) -> list:
@@ -160,13 +163,35 @@ class Checkpoints:
 
         Args:
             step: of the newest whole one. What lies beyond it is damaged, since the run would have gone on from
-                there, and must not count as one that is kept.
+                there. That must not count as one that is kept, nor what else `newest_whole` has passed over.
         """
-        if self.rank == 0:
-            steps = [(step_of(path), path) for path in checkpoint_folders(self.run_folder)]
-            for number, path in [pair for pair in steps if pair[0] <= step][keep:]:
-                if not keep_every or number % keep_every:
-                    shutil.rmtree(path)
+        if self.rank:
+            return
+        old = [path for path in checkpoint_folders(self.run_folder) if step_of(path) <= step]
+        whole = [path for path in old if path.name not in self._damaged and os.path.exists(path / MANIFEST)]
+        # Damaged ones go when whole ones of their age do.
+        for path in old[old.index(whole[keep - 1]) + 1 :] if len(whole) > keep else ():
+            if not keep_every or step_of(path) % keep_every:
+                try:
+                    self._delete(path)
+                except OSError as error:
+                    self._say(
+                        f"{path}: this old checkpoint could not be deleted ({error}); delete it by hand"
+                    )
+
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint; its manifest goes first, so that what cannot be deleted never looks whole.
+
+        Raises:
+            OSError: the manifest is still there.
+        """
+        (path / MANIFEST).unlink(missing_ok=True)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            self._say(
+                f"{path}: the rest of this checkpoint could not be deleted ({error}); delete it by hand"
+            )
 
     def go_back(self, checkpoint: Checkpoint, state: TrainState) -> None:
         """Make a checkpoint the newest, and let all that stay know what the state says is skipped; all ranks call it.
@@ -188,7 +213,7 @@ class Checkpoints:
         known = {"skipped_ranges": state.skipped_ranges, "rollbacks": state.rollbacks}
         for path in checkpoint_folders(self.run_folder):
             if step_of(path) > step_of(checkpoint.path):
-                shutil.rmtree(path)
+                self._delete(path)
                 continue
             try:
                 manifest, _ = read_manifest(path)
@@ -224,10 +249,11 @@ class Checkpoints:
             manifest, faults = self._inspect(path)
             if not faults:
                 return Checkpoint(path, manifest)
+            self._damaged.add(name)
             if self.rank == 0:
                 self._say(f"checkpoint {path} is damaged and passed over: {'; '.join(faults)}")
         if candidates:
-            raise UserError(
+            raise AgreedError(
                 f"{self.folder}: none of its {len(candidates)} checkpoints is whole; restore one from a copy, or start anew "
                 "with another --output"
             )
@@ -266,7 +292,7 @@ class Checkpoints:
         """
         old, new = checkpoint.manifest["identity"], json.loads(json.dumps(self.identity))
         if old != new:
-            raise UserError(
+            raise AgreedError(
                 f"{checkpoint.path}: the run was made with other settings ({differences(old, new)}); give the old ones "
                 "again, or start a new run with another --output"
             )

@@ -139,13 +139,13 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     checkpoint = checkpoints.newest_whole()
     if checkpoint:
         if arguments.resume == "never":
-            raise UserError(
+            raise AgreedError(
                 f"{checkpoint.path}: there is a checkpoint, and --resume is never; choose another --output"
             )
         checkpoints.check_identity(checkpoint)
         state = checkpoint.state
         if state.step > preparation.max_steps:
-            raise UserError(
+            raise AgreedError(
                 f"--max_steps {preparation.max_steps:,}: the run is at step {state.step:,} already; give more, or "
                 "another --output"
             )

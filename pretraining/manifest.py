@@ -156,9 +156,14 @@ def _check_names(names: list[str], world_size: int) -> None:
 
 def fault_of(path: Path, entry: dict) -> list[str]:
     """What is wrong with a file of a checkpoint, by its entry in the manifest; empty if nothing is."""
-    if not path.is_file():
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return [f"{path.name} has {size:,} of {entry['bytes']:,} bytes"]
+        if file_sha256(path) != entry["sha256"]:
+            return [f"{path.name} was changed (its sha256 differs)"]
+    except FileNotFoundError:
         return [f"{path.name} is missing"]
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        return [f"{path.name} has {size:,} of {entry['bytes']:,} bytes"]
-    return [] if file_sha256(path) == entry["sha256"] else [f"{path.name} was changed (its sha256 differs)"]
+    except OSError as error:
+        return [f"{path.name} cannot be read ({error.strerror or error})"]
+    return []

@@ -1,17 +1,21 @@
 """Checkpoints that are damaged, half deleted or not there: never believed, never a silent fresh start."""
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_runs import make_shards, make_tokenizer, random_model, tiny_config, write_run
+from small_runs import _Engine, make_shards, make_tokenizer, random_model, tiny_config, write_run
 
 from data_prep.errors import UserError
 from data_prep.shards import ShardSet
-from pretraining import checkpoint_writer, distributed
+from pretraining import checkpoint_writer, distributed, manifest
 from pretraining.checkpoint import Checkpoints
 from pretraining.loading import StartingPoint, recorded, starting_point
+from pretraining.manifest import TrainState, read_manifest, write_manifest
 from pretraining.phase import phase_start
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -131,18 +135,16 @@ def test_each_changed_byte_of_a_manifest_is_noticed(run):
 )
 def test_a_manifest_must_name_the_files_of_all_ranks(run, absent):
     """A checkpoint whose manifest, right in itself, lacks the model's file or that of a rank is not whole."""
-    from pretraining.manifest import read_manifest, write_manifest
-
     path = folder_of(run, 8)
-    manifest, _ = read_manifest(path)
-    entry = manifest["files"]["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    content, _ = read_manifest(path)
+    entry = content["files"]["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (path / second).write_bytes((path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes())
-    files = manifest["files"] | {second: entry}
-    write_manifest(path, manifest | {"world_size": 2, "files": files})
+    files = content["files"] | {second: entry}
+    write_manifest(path, content | {"world_size": 2, "files": files})
     assert alone(run).newest_whole().state.step == 8
     del files[absent]
-    write_manifest(path, manifest | {"world_size": 2, "files": files})
+    write_manifest(path, content | {"world_size": 2, "files": files})
     assert alone(run).newest_whole().state.step == 4
 
 
@@ -156,3 +158,78 @@ def test_a_writer_without_memory_publishes_nothing(home, run, monkeypatch):
     with pytest.raises(UserError, match=r"could not be written \(MemoryError\)"):
         write_run(run, random_model(tiny_config()), home / "tokenizer", 12)
     assert not folder_of(run, 12).exists() and alone(run).newest_whole().state.step == 8
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_read_is_passed_over(run, monkeypatch, number):
+    """A broken sector in the newest checkpoint: its file is named, and the run goes on from the one before."""
+    said, real = [], manifest.file_sha256
+
+    def read(path: Path) -> str:
+        if path == folder_of(run, 8) / MODEL_STATES:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(manifest, "file_sha256", read)
+    assert alone(run, said.append).newest_whole().state.step == 4
+    assert f"{MODEL_STATES} cannot be read ({os.strerror(number)})" in said[-1]
+
+
+def test_what_cannot_be_deleted_does_not_end_a_run(run, monkeypatch):
+    """A folder that NFS keeps is said and left, without its manifest, so that it is never gone back to."""
+    said = []
+    busy = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(busy))
+        alone(run, said.append).prune(8, keep=1)
+    assert len(said) == 1 and "step-00000004" in said[0] and "could not be deleted" in said[0]
+    assert not (folder_of(run, 4) / "checkpoint.json").exists()
+    with pytest.raises(UserError, match="none of its 2 checkpoints is whole"):
+        (folder_of(run, 8) / MODEL_STATES).unlink()
+        alone(run, said.append).newest_whole()
+
+
+def test_a_manifest_that_cannot_be_deleted_does_not_end_a_run(run, monkeypatch):
+    """A disk that has become read-only below the old checkpoint: it is said, and the checkpoint stays whole."""
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only"))
+        )
+        alone(run, said.append).prune(8, keep=1)
+    assert len(said) == 1 and alone(run).newest_whole(before=8).state.step == 4
+
+
+def test_a_damaged_checkpoint_is_not_counted_as_kept(home, run):
+    """--keep 2 keeps two that are whole; one that is written anew after it was damaged counts again."""
+
+    def write(step: int) -> None:
+        checkpoints.save(_Engine(random_model(tiny_config())), TrainState(0, 384, 256, "", step=step))
+        checkpoints.finish()
+        checkpoints.prune(step, keep=2)
+
+    def steps() -> list[int]:
+        return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+    (folder_of(run, 8) / MODEL_STATES).write_bytes(b"damaged")
+    checkpoints = alone(run)
+    assert checkpoints.newest_whole().state.step == 4
+    write(7)
+    assert steps() == [4, 7, 8]
+    checkpoints._damaged.add("step-00000007")
+    write(9)
+    assert steps() == [4, 7, 8, 9]
+    write(8)
+    checkpoints.prune(9, keep=2)
+    assert steps() == [8, 9]
+
+
+def test_what_all_ranks_refuse_is_said_once(run):
+    """Other settings, and no whole checkpoint, are errors that the ranks agree on: rank 0 says them for all."""
+    checkpoints = alone(run)
+    with pytest.raises(distributed.AgreedError, match="other settings"):
+        checkpoints.check_identity(checkpoints.newest_whole())
+    for step in (4, 8):
+        (folder_of(run, step) / MODEL_STATES).unlink()
+    with pytest.raises(distributed.AgreedError, match="none of its 2 checkpoints is whole"):
+        checkpoints.newest_whole()
