@@ -223,10 +223,9 @@ class Checkpoints:
         write_atomically(self.folder / LATEST, (checkpoint.path.name + "\n").encode())
 
     def remove_partial(self) -> None:
-        """Delete what killed runs have left half written; for the one run that is at work in the folder."""
-        if self.rank == 0:
-            for path in self.folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(path)
+        """Delete what killed runs have left half written; for rank 0 of the one run that is at work in the folder."""
+        for path in self.folder.glob(f"*{PARTIAL}"):
+            shutil.rmtree(path)
 
     def newest_whole(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint whose every byte is right; damaged ones are named and passed over.

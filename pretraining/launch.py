@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -42,6 +43,7 @@ from pretraining.trouble import TroubleError, go_back
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
+T = TypeVar("T")
 
 
 def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
@@ -106,13 +108,28 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
 def _take_folder(folder: Path, world: World, lock: ExitStack) -> None:
     """Lock the run folder for this run, or end on all ranks if another run is at work in it."""
-    problem = None
+    _on_first_rank(world, folder, lambda: lock.enter_context(work_lock(folder, shared=False)))
+
+
+def _on_first_rank(world: World, folder: Path, action: Callable[[], T]) -> T | None:
+    """Do on rank 0 what needs the run folder; a collective call, and None on the other ranks.
+
+    Raises:
+        AgreedError: it has failed, on all ranks, since those left alone would end with an error of the network's.
+    """
+    result = problem = None
     if world.rank == 0:
         try:
-            lock.enter_context(work_lock(folder, shared=False))
+            result = action()
         except UserError as error:
             problem = error
+        except OSError as error:
+            problem = UserError(
+                f"{folder}: the run folder cannot be used ({error}); make room or mend that, and run the same command "
+                "again, or give another --output"
+            )
     raise_together(problem)
+    return result
 
 
 def _train(preparation: Preparation, trainer: Trainer, leave_status: Callable[[str, str], None]) -> bool:
@@ -135,7 +152,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
     ranks = world.rank, world.world_size
     checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
-    checkpoints.remove_partial()
+    _on_first_rank(world, folder, checkpoints.remove_partial)
     checkpoint = checkpoints.newest_whole()
     if checkpoint:
         if arguments.resume == "never":
@@ -163,19 +180,30 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
             "keep_step": arguments.phase_step == "keep",
         }
         load_phase(engine, earlier, world, **keep)
-    recorder = progress = None
-    if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
-        _write_settings(preparation, world, optimizer_name, going_on)
-        _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
-        recorder = Recorder(folder, state.global_step)
+    going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
+    resumed_step = state.global_step if checkpoint else None
+    recorder = _on_first_rank(
+        world, folder, lambda: _open_books(preparation, world, optimizer_name, going_on, resumed_step)
+    )
+    progress = None
+    if recorder:
         progress = ProgressLine(preparation.max_steps, state.step)
         _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
         recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
     )
+
+
+def _open_books(
+    preparation: Preparation, world: World, optimizer_name: str, going_on: list[str], resumed_step: int | None
+) -> Recorder:
+    """Write into the run folder what explains it, and open its metrics."""
+    folder = preparation.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_settings(preparation, world, optimizer_name, going_on)
+    _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
+    return Recorder(folder, resumed_step)
 
 
 def _check_start(preparation: Preparation) -> None:

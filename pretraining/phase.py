@@ -46,16 +46,15 @@ def phase_start(
     changes = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     known = recorded("phase_from", folder, run_folder)
     if known:
-        return StartingPoint(replace(BertConfig.from_dict(known[0]), **changes), None, known[1])
+        config = replace(BertConfig.from_dict(known[0]), **changes)
+        _check_objectives(folder, config, next_sentence)
+        return StartingPoint(config, None, known[1])
     checkpoint = _named_checkpoint(folder)
     run = checkpoint.path.parent.parent
     if run.resolve() == run_folder.resolve():
         raise UserError(f"--phase_from {folder}: this phase would write there too; give another --output")
     config = replace(BertConfig.from_dict(checkpoint.manifest["identity"]["model"]), **changes)
-    if config.next_sentence != next_sentence:
-        option = "give --no_next_sentence" if next_sentence else "leave --no_next_sentence out"
-        has = "with" if config.next_sentence else "without"
-        raise UserError(f"--phase_from {folder}: that run was trained {has} next sentences; {option}")
+    _check_objectives(folder, config, next_sentence)
     tokenizer = run / TOKENIZER_FOLDER
     if not tokenizer.is_dir():
         raise UserError(
@@ -65,6 +64,13 @@ def phase_start(
     files = json.dumps(checkpoint.manifest["files"], sort_keys=True).encode()
     note = f"phase {checkpoint.state.phase + 1}: goes on from {checkpoint.path}"
     return StartingPoint(config, None, hashlib.sha256(files).hexdigest(), (note,), checkpoint)
+
+
+def _check_objectives(folder: Path, config: BertConfig, next_sentence: bool) -> None:
+    if config.next_sentence != next_sentence:
+        option = "give --no_next_sentence" if next_sentence else "leave --no_next_sentence out"
+        has = "with" if config.next_sentence else "without"
+        raise UserError(f"--phase_from {folder}: that run was trained {has} next sentences; {option}")
 
 
 def _named_checkpoint(folder: Path) -> Checkpoint:

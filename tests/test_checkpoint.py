@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from small_runs import _Engine, make_shards, make_tokenizer, random_model, tiny_config, write_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.errors import UserError
 from data_prep.shards import ShardSet
@@ -16,6 +18,7 @@ from pretraining import checkpoint_writer, distributed, manifest
 from pretraining.checkpoint import Checkpoints
 from pretraining.loading import StartingPoint, recorded, starting_point
 from pretraining.manifest import TrainState, read_manifest, write_manifest
+from pretraining.metrics import Recorder
 from pretraining.phase import phase_start
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -233,3 +236,74 @@ def test_what_all_ranks_refuse_is_said_once(run):
         (folder_of(run, step) / MODEL_STATES).unlink()
     with pytest.raises(distributed.AgreedError, match="none of its 2 checkpoints is whole"):
         checkpoints.newest_whole()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_the_first_rank_cannot_use_ends_all_ranks(tmp_path, monkeypatch, rank):
+    """--output is a file, or its disk is full: the same sentence on all ranks, as an error that they agree on."""
+    from pretraining import launch
+
+    (tmp_path / "file").write_text("not a folder")
+    world = SimpleNamespace(rank=rank, world_size=2)
+    theirs = (f"{tmp_path / 'file'}: the run folder cannot be used", "host")
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value or theirs, None])
+    with (
+        pytest.raises(distributed.AgreedError, match="file: the run folder cannot be used"),
+        ExitStack() as lock,
+    ):
+        launch._take_folder(tmp_path / "file", world, lock)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(
+        distributed, "gather_objects", lambda value: [value or ("No space left", "host"), None]
+    )
+    for name in ("_write_settings", "_keep_tokenizer", "Recorder"):
+        with monkeypatch.context() as patch, pytest.raises(distributed.AgreedError, match="No space left"):
+            for other in ("_write_settings", "_keep_tokenizer", "Recorder"):
+                patch.setattr(launch, other, lambda *_: None)
+            patch.setattr(launch, name, lambda *_: (_ for _ in ()).throw(full))
+            preparation = SimpleNamespace(run_folder=tmp_path / "run", shard_set=None)
+            launch._on_first_rank(
+                world,
+                tmp_path,
+                lambda prepared=preparation: launch._open_books(prepared, world, "", [], None),
+            )
+
+
+@pytest.mark.parametrize("saved", [None, 5])
+def test_curves_of_a_run_that_died_before_it_saved(tmp_path, saved):
+    """What was drawn before a kill is taken back: all of it without a checkpoint, in a later phase too; else what is beyond."""
+    recorder = Recorder(tmp_path, None)
+    for step in range(4, 8):  # as a second phase that began at step 3
+        recorder.record(step, {"train/loss": 1.0})
+    recorder.close()
+    recorder = Recorder(tmp_path, saved)
+    again = range((saved or 8) + 1, (saved or 8) + 4)
+    for step in again:
+        recorder.record(step, {"train/loss": 2.0})
+    recorder.close()
+    expected = [(step, 1.0) for step in range(4, (saved or 3) + 1)] + [(step, 2.0) for step in again]
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(line["step"], line["train/loss"]) for line in lines] == expected
+    curve = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in curve] == expected
+
+
+def test_a_second_phase_that_goes_on_is_checked_as_at_its_start(home, run, tmp_path):
+    """--no_next_sentence is refused if the first phase had next sentences, whether or not this one has a checkpoint."""
+    output = tmp_path / "output"
+    values = {"precision": "fp32", "train_batch_size": 7, "phase_from": "a hash"}
+    write_run(
+        output,
+        random_model(tiny_config()),
+        home / "tokenizer",
+        8,
+        values | {"model": tiny_config().to_dict()},
+    )
+    for settings in ("{}", json.dumps({"arguments": {"phase_from": str(run)}})):
+        output.joinpath("settings.json").write_text(settings)
+        shard_set = ShardSet.open(home / "shards")
+        with pytest.raises(UserError, match="trained with next sentences; leave --no_next_sentence out"):
+            phase_start(run, shard_set, output, dropout=0.0, next_sentence=False)
+        assert phase_start(run, shard_set, output, dropout=0.5, next_sentence=True).config == tiny_config(
+            hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5
+        )
