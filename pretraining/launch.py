@@ -79,7 +79,9 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
             finished = _train(preparation, trainer, leave_status)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
-            _say_end(preparation, trainer.state, world.rank)
+            if world.rank == 0:
+                stop.clear()  # made during the last step, it would stop the run if it is prolonged
+                _say_end(preparation, trainer.state)
             return 0
         reason = stop.reason or "another rank was asked to stop"
         leave_status("stopped", reason)
@@ -363,12 +365,11 @@ def _left_out(state: TrainState) -> str:
     )
 
 
-def _say_end(preparation: Preparation, state: TrainState, rank: int) -> None:
-    if rank == 0:
-        folder = preparation.run_folder
-        if state.skipped_ranges:
-            print(f"\n{_left_out(state)}")
-        print(
-            f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
-        )
-        print(f"next: tensorboard --logdir {folder.parent}", flush=True)
+def _say_end(preparation: Preparation, state: TrainState) -> None:
+    folder = preparation.run_folder
+    if state.skipped_ranges:
+        print(f"\n{_left_out(state)}")
+    print(
+        f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
+    )
+    print(f"next: tensorboard --logdir {folder.parent}", flush=True)

@@ -305,6 +305,10 @@ def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
     assert "--micro_batch_tokens 47: the shards" in refused(
         capsys, *start, str(shards), "--micro_batch_tokens", "47"
     )
+    spikes = (*start, str(shards), "--spike_factor", "10", "--keep")
+    assert "--keep 1: a spike (--spike_factor 10)" in refused(capsys, *spikes, "1")
+    assert prepare(parse_arguments([*spikes, "2"]), world_size=1)
+    assert prepare(parse_arguments([*spikes, "1", "--max_rollbacks", "0"]), world_size=1)
     deepspeed_json(tmp_path, train_batch_size=100_000)
     assert "is more than the" in refused(capsys, *start, str(shards))
     deepspeed_json(tmp_path, gradient_accumulation_steps=7)
@@ -513,7 +517,7 @@ def test_a_diverged_run_ends_and_saves_nothing(shards, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_stop_signals_are_remembered(tmp_path):
+def test_stop_signals_are_remembered(tmp_path, capsys):
     """SIGTERM, SIGUSR1, Ctrl-C and a file named STOP raise the flag; a second Ctrl-C interrupts at once."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
@@ -529,9 +533,37 @@ def test_stop_signals_are_remembered(tmp_path):
         assert flag.raised() and "STOP" in flag.reason
         flag.clear()
         assert not StopFlag(tmp_path).raised()
+        (tmp_path / "STOP").mkdir()
+        flag.clear()
+        assert (tmp_path / "STOP").is_dir() and "STOP: it could not be removed" in capsys.readouterr().out
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_stop_file_of_the_last_step_does_not_stay(tmp_path, monkeypatch):
+    """A run that is finished removes a STOP file that came too late, or a longer --max_steps would stop at once."""
+    from pretraining import launch
+
+    def train(*_) -> bool:
+        (tmp_path / "STOP").touch()
+        return True
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for name, value in {"_take_folder": None, "gather_objects": [False], "_say_end": None}.items():
+        monkeypatch.setattr(launch, name, lambda *_, value=value: value)
+    monkeypatch.setattr(launch, "_build", lambda *_: SimpleNamespace(state=TrainState(0, 1, 1, "")))
+    monkeypatch.setattr(launch, "_train", train)
+    world = SimpleNamespace(rank=0, world_size=1)
+    monkeypatch.setattr(launch, "distributed", SimpleNamespace(start=lambda: world, shutdown=lambda: None))
+    try:
+        preparation = SimpleNamespace(run_folder=tmp_path, max_steps=7)
+        assert launch.launch(preparation, StopFlag(tmp_path), 0.0) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert not (tmp_path / "STOP").exists()
 
 
 def test_damaged_metrics_do_not_stop_a_run(tmp_path, capsys):
