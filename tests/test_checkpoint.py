@@ -307,3 +307,21 @@ def test_a_second_phase_that_goes_on_is_checked_as_at_its_start(home, run, tmp_p
         assert phase_start(run, shard_set, output, dropout=0.5, next_sentence=True).config == tiny_config(
             hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5
         )
+
+
+@pytest.mark.parametrize(
+    ("resume", "max_steps", "said"),
+    [("never", 9, "--resume is never"), ("auto", 7, "--max_steps 7: the run is at step 8 already")],
+)
+def test_what_does_not_fit_the_checkpoint_is_said_once(run, monkeypatch, resume, max_steps, said):
+    """--resume never and too few --max_steps are errors that all ranks agree on, before any model is made."""
+    from pretraining import launch
+
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(launch, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(launch, "identity", lambda _: alone(run).newest_whole().manifest["identity"])
+    preparation = SimpleNamespace(
+        arguments=SimpleNamespace(resume=resume), shard_set=None, run_folder=run, max_steps=max_steps
+    )
+    with pytest.raises(distributed.AgreedError, match=said):
+        launch._build(preparation, SimpleNamespace(rank=0, world_size=1), None, 0.0)
