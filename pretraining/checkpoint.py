@@ -276,7 +276,8 @@ class Checkpoints:
         try:
             manifest, entries = read_manifest(path)
         except NOT_OURS as error:
-            manifest, entries, faults = {}, [], [f"{MANIFEST} is not one of ours ({error!r})"]
+            reason = str(error) if isinstance(error, OSError | ValueError | UserError) else repr(error)
+            manifest, entries, faults = {}, [], [f"{MANIFEST} cannot be trusted ({reason})"]
         else:
             faults = []
         for name, entry in entries[self.rank :: self.world_size]:
