@@ -52,10 +52,18 @@ def probability(text: str) -> float:
 
 
 def local_folder(text: str) -> Path:
-    """A folder on a disk; what looks like a URL is none."""
+    """A folder on a disk to read from; what looks like a URL is none."""
+    advice = "all ranks read shards at random places: copy the folder to a disk that every node sees, or to each node's own"
+    return _no_url(text, f"{advice}, and give its path")
+
+
+def output_folder(text: str) -> Path:
+    """A folder on a disk to write to; what looks like a URL is none."""
+    advice = "a run locks its folder, renames in it and appends to its files: give the path of one on a disk"
+    return _no_url(text, f"{advice} that every node sees, and copy it afterwards")
+
+
+def _no_url(text: str, advice: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is a URL, and all ranks read shards at random places: copy the folder to a disk that every node "
-            "sees, or to each node's own, and give its path"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL, and {advice}")
     return Path(text)

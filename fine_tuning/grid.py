@@ -79,7 +79,7 @@ class Grid:
             preparation.device,
             preparation.precision,
         )
-        recorder = Recorder(self.results.begin(learning_rate, seed), 0)
+        recorder = Recorder(self.results.begin(learning_rate, seed), None)
         for epoch in range(preparation.arguments.epochs):
             train_loss = self._train_epoch(trainer, epoch, recorder)
             scores = {"dev": self._score(trainer.computing, "dev")}

@@ -10,6 +10,7 @@ from data_prep.options import (
     Help,
     local_folder,
     non_negative_float,
+    output_folder,
     positive_float,
     positive_int,
     probability,
@@ -79,7 +80,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--output", type=Path, metavar="FOLDER", help="run folder (default: runs/MODEL-NAME_OF_THE_JSON)")
+    add(
+        "--output",
+        type=output_folder,
+        metavar="FOLDER",
+        help="run folder (default: runs/MODEL-NAME_OF_THE_JSON)",
+    )
     steps = "optimizer steps of the whole run (default: total_num_steps of the JSON's scheduler)"
     add("--max_steps", type=positive_int, help=steps)
     add("--seed", type=int, default=0, help="of initialisation, order, masks and dropout")
@@ -184,6 +190,7 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     )
     _check_batch(lowered.train_batch_size, shard_set, arguments)
     _check_masks(arguments)
+    _check_rollbacks(arguments)
     schedule, note = schedule_for(lowered.schedule, arguments.max_steps)
     max_steps = arguments.max_steps or schedule.total_num_steps
     if max_steps is None:
@@ -296,6 +303,14 @@ def _check_masks(arguments: argparse.Namespace) -> None:
         )
     if rate == 0:
         raise UserError("--masked_lm_prob 0: nothing would be predicted; 0.15 is BERT's")
+
+
+def _check_rollbacks(arguments: argparse.Namespace) -> None:
+    if arguments.spike_factor and arguments.max_rollbacks and arguments.keep == 1:
+        raise UserError(
+            f"--keep 1: a spike (--spike_factor {arguments.spike_factor:g}) is seen some steps after it has begun, when the "
+            "checkpoint before it may be deleted; give --keep 2 or more"
+        )
 
 
 def identity(preparation: Preparation) -> dict:

@@ -28,7 +28,7 @@ class Writer:
     def __init__(self, inner):
         self.inner = inner
         self.files: dict[str, dict] = {}
-        self.problem: Exception | None = None
+        self.problem: BaseException | None = None
         self._copies: dict[Path, list[bytes]] = {}
         self._thread: threading.Thread | None = None
 
@@ -75,7 +75,8 @@ class Writer:
                 path, chunks = self._copies.popitem()
                 self.files[path.name] = _write(path, chunks)
                 sync(path.parent)
-        except OSError as error:
+        # Whatever it is, want of memory too: a checkpoint that lacks a file must not be published.
+        except BaseException as error:
             self.problem = error
         finally:
             self._copies.clear()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,7 +19,7 @@ from data_prep.shards import TOKENIZER_FOLDER, ShardSet, file_sha256, sync, writ
 from data_prep.workers import work_lock
 from pretraining import distributed
 from pretraining.arguments import Preparation, identity
-from pretraining.checkpoint import Checkpoint, Checkpoints, TrainState, newest_step
+from pretraining.checkpoint import Checkpoints
 from pretraining.data import TrainingBatches
 from pretraining.distributed import (
     AgreedError,
@@ -28,6 +29,7 @@ from pretraining.distributed import (
     import_deepspeed,
     raise_together,
 )
+from pretraining.manifest import Checkpoint, TrainState, newest_step
 from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
 from pretraining.optimizer import choose_adamw, parameter_groups
@@ -41,6 +43,7 @@ from pretraining.trouble import TroubleError, go_back
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
+T = TypeVar("T")
 
 
 def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
@@ -76,7 +79,9 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
             finished = _train(preparation, trainer, leave_status)
         if finished:
             leave_status("finished", f"{preparation.max_steps} steps are done")
-            _say_end(preparation, trainer.state, world.rank)
+            if world.rank == 0:
+                stop.clear()  # made during the last step, it would stop the run if it is prolonged
+                _say_end(preparation, trainer.state)
             return 0
         reason = stop.reason or "another rank was asked to stop"
         leave_status("stopped", reason)
@@ -105,13 +110,28 @@ def launch(preparation: Preparation, stop: StopFlag, started: float) -> int:
 
 def _take_folder(folder: Path, world: World, lock: ExitStack) -> None:
     """Lock the run folder for this run, or end on all ranks if another run is at work in it."""
-    problem = None
+    _on_first_rank(world, folder, lambda: lock.enter_context(work_lock(folder, shared=False)))
+
+
+def _on_first_rank(world: World, folder: Path, action: Callable[[], T]) -> T | None:
+    """Do on rank 0 what needs the run folder; a collective call, and None on the other ranks.
+
+    Raises:
+        AgreedError: it has failed, on all ranks, since those left alone would end with an error of the network's.
+    """
+    result = problem = None
     if world.rank == 0:
         try:
-            lock.enter_context(work_lock(folder, shared=False))
+            result = action()
         except UserError as error:
             problem = error
+        except OSError as error:
+            problem = UserError(
+                f"{folder}: the run folder cannot be used ({error}); make room or mend that, and run the same command "
+                "again, or give another --output"
+            )
     raise_together(problem)
+    return result
 
 
 def _train(preparation: Preparation, trainer: Trainer, leave_status: Callable[[str, str], None]) -> bool:
@@ -134,21 +154,22 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     arguments, shard_set, folder = preparation.arguments, preparation.shard_set, preparation.run_folder
     ranks = world.rank, world.world_size
     checkpoints = Checkpoints(folder, identity(preparation), *ranks, gather_objects, print)
-    checkpoints.remove_partial()
+    _on_first_rank(world, folder, checkpoints.remove_partial)
     checkpoint = checkpoints.newest_whole()
     if checkpoint:
         if arguments.resume == "never":
-            raise UserError(
+            raise AgreedError(
                 f"{checkpoint.path}: there is a checkpoint, and --resume is never; choose another --output"
             )
         checkpoints.check_identity(checkpoint)
         state = checkpoint.state
         if state.step > preparation.max_steps:
-            raise UserError(
+            raise AgreedError(
                 f"--max_steps {preparation.max_steps:,}: the run is at step {state.step:,} already; give more, or "
                 "another --output"
             )
     else:
+        _check_start(preparation)
         state = TrainState(arguments.seed, DEFAULT_LANES, DEFAULT_WINDOW, shard_set.manifest_sha256)
     engine, optimizer_name = _make_engine(preparation, world)
     earlier = preparation.start and preparation.start.checkpoint
@@ -161,19 +182,46 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
             "keep_step": arguments.phase_step == "keep",
         }
         load_phase(engine, earlier, world, **keep)
-    recorder = progress = None
-    if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
-        _write_settings(preparation, world, optimizer_name, going_on)
-        _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
-        recorder = Recorder(folder, state.global_step)
+    going_on = _going_on(preparation, world, checkpoint) if checkpoint else []
+    resumed_step = state.global_step if checkpoint else None
+    recorder = _on_first_rank(
+        world, folder, lambda: _open_books(preparation, world, optimizer_name, going_on, resumed_step)
+    )
+    progress = None
+    if recorder:
         progress = ProgressLine(preparation.max_steps, state.step)
         _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
         recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
     )
+
+
+def _open_books(
+    preparation: Preparation, world: World, optimizer_name: str, going_on: list[str], resumed_step: int | None
+) -> Recorder:
+    """Write into the run folder what explains it, and open its metrics."""
+    folder = preparation.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_settings(preparation, world, optimizer_name, going_on)
+    _keep_tokenizer(preparation.shard_set, folder / TOKENIZER_FOLDER)
+    return Recorder(folder, resumed_step)
+
+
+def _check_start(preparation: Preparation) -> None:
+    """Refuse to begin with random weights where others were asked for; a collective call.
+
+    They are not read if a rank has seen a checkpoint of the run, which can be gone when the ranks meet.
+    """
+    start, arguments, problem = preparation.start, preparation.arguments, None
+    if start and not start.weights and not start.checkpoint:
+        option = "init_from" if arguments.init_from else "phase_from"
+        problem = UserError(
+            f"--{option} {getattr(arguments, option)}: neither its weights nor a checkpoint were read, since "
+            f"{preparation.run_folder} had a checkpoint to go on from, which is no longer there; run the same command "
+            "again, or give another --output"
+        )
+    raise_together(problem)
 
 
 def _run_settings(preparation: Preparation) -> RunSettings:
@@ -317,12 +365,11 @@ def _left_out(state: TrainState) -> str:
     )
 
 
-def _say_end(preparation: Preparation, state: TrainState, rank: int) -> None:
-    if rank == 0:
-        folder = preparation.run_folder
-        if state.skipped_ranges:
-            print(f"\n{_left_out(state)}")
-        print(
-            f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
-        )
-        print(f"next: tensorboard --logdir {folder.parent}", flush=True)
+def _say_end(preparation: Preparation, state: TrainState) -> None:
+    folder = preparation.run_folder
+    if state.skipped_ranges:
+        print(f"\n{_left_out(state)}")
+    print(
+        f"\n{preparation.max_steps:,} steps are done: checkpoints in {folder / 'checkpoints'}, numbers in {folder / 'metrics.jsonl'}"
+    )
+    print(f"next: tensorboard --logdir {folder.parent}", flush=True)

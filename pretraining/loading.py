@@ -19,7 +19,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.shards import TOKENIZER_FOLDER
 from data_prep.tokenizer import Tokenizer
-from pretraining.checkpoint import FOLDER, MANIFEST, Checkpoint, Checkpoints, whole_checkpoint
+from pretraining.checkpoint import Checkpoints, whole_checkpoint
 from pretraining.huggingface import (
     HEADS,
     absent_heads,
@@ -27,13 +27,21 @@ from pretraining.huggingface import (
     from_huggingface,
     standard_layout,
 )
+from pretraining.manifest import (
+    FOLDER,
+    MANIFEST,
+    MODEL_STATES,
+    NOT_OURS,
+    Checkpoint,
+    checkpoint_folders,
+    read_manifest,
+)
 from pretraining.model import BertConfig
 
 CONFIG_FILE = "config.json"
 SAFETENSORS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
-MODEL_STATES_FILE = "mp_rank_00_model_states.pt"
 EXPECTED = (
     f"a run folder (with {FOLDER}/), a checkpoint folder (with {MANIFEST}) or a Hugging Face folder "
     f"(with {CONFIG_FILE} and {SAFETENSORS_FILE})"
@@ -129,7 +137,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Pretrained:
 
 
 def _read_module(path: Path) -> dict[str, Tensor]:
-    states = torch.load(path / MODEL_STATES_FILE, map_location="cpu", weights_only=True)
+    states = torch.load(path / MODEL_STATES, map_location="cpu", weights_only=True)
     return states["module"]
 
 
@@ -292,9 +300,9 @@ def recorded(option: str, folder: Path, run_folder: Path) -> tuple[dict, str] | 
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    for path in sorted((run_folder / FOLDER).glob(f"step-*/{MANIFEST}"), reverse=True):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            identity = json.loads(path.read_text(encoding="utf-8"))["identity"]
+    for path in checkpoint_folders(run_folder):
+        with contextlib.suppress(*NOT_OURS):
+            identity = read_manifest(path)[0]["identity"]
             if identity[option]:
                 return identity["model"], identity[option]
     return None

@@ -26,20 +26,21 @@ class Recorder:
 
     Args:
         folder: the run folder.
-        resumed_step: step from which the run goes on; what a killed run wrote beyond it is taken back.
+        resumed_step: step from which the run goes on; what a killed run wrote beyond it is taken back. None if it
+            begins: whatever is there is of a run that died before its first checkpoint.
     """
 
-    def __init__(self, folder: Path, resumed_step: int):
+    def __init__(self, folder: Path, resumed_step: int | None):
         self._folder = folder
         self._open(resumed_step)
 
-    def _open(self, resumed_step: int) -> None:
+    def _open(self, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         path = self._folder / METRICS
-        _keep_until(path, resumed_step)
+        _keep_until(path, -1 if resumed_step is None else resumed_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        purge = resumed_step + 1 if resumed_step else None
+        purge = 0 if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(self._folder), purge_step=purge)
 
     def go_back(self, step: int) -> None:

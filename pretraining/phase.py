@@ -16,17 +16,18 @@ import torch
 from data_prep.errors import UserError
 from data_prep.shards import TOKENIZER_FOLDER
 from data_prep.tokenizer import Tokenizer
-from pretraining.checkpoint import (
+from pretraining.checkpoint import Checkpoints
+from pretraining.distributed import World, gather_objects
+from pretraining.loading import StartingPoint, check_tokenizer, recorded
+from pretraining.manifest import (
     FOLDER,
     MANIFEST,
     NOT_OURS,
     Checkpoint,
-    Checkpoints,
     TrainState,
+    checkpoint_folders,
     read_manifest,
 )
-from pretraining.distributed import World, gather_objects
-from pretraining.loading import StartingPoint, check_tokenizer, recorded
 from pretraining.model import BertConfig
 from pretraining.repartition import MOMENTS, WEIGHTS, repartitioned
 
@@ -45,16 +46,15 @@ def phase_start(
     changes = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     known = recorded("phase_from", folder, run_folder)
     if known:
-        return StartingPoint(replace(BertConfig.from_dict(known[0]), **changes), None, known[1])
+        config = replace(BertConfig.from_dict(known[0]), **changes)
+        _check_objectives(folder, config, next_sentence)
+        return StartingPoint(config, None, known[1])
     checkpoint = _named_checkpoint(folder)
     run = checkpoint.path.parent.parent
     if run.resolve() == run_folder.resolve():
         raise UserError(f"--phase_from {folder}: this phase would write there too; give another --output")
     config = replace(BertConfig.from_dict(checkpoint.manifest["identity"]["model"]), **changes)
-    if config.next_sentence != next_sentence:
-        option = "give --no_next_sentence" if next_sentence else "leave --no_next_sentence out"
-        has = "with" if config.next_sentence else "without"
-        raise UserError(f"--phase_from {folder}: that run was trained {has} next sentences; {option}")
+    _check_objectives(folder, config, next_sentence)
     tokenizer = run / TOKENIZER_FOLDER
     if not tokenizer.is_dir():
         raise UserError(
@@ -66,12 +66,16 @@ def phase_start(
     return StartingPoint(config, None, hashlib.sha256(files).hexdigest(), (note,), checkpoint)
 
 
+def _check_objectives(folder: Path, config: BertConfig, next_sentence: bool) -> None:
+    if config.next_sentence != next_sentence:
+        option = "give --no_next_sentence" if next_sentence else "leave --no_next_sentence out"
+        has = "with" if config.next_sentence else "without"
+        raise UserError(f"--phase_from {folder}: that run was trained {has} next sentences; {option}")
+
+
 def _named_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in the folder, or the newest one of the run folder, as far as its manifest can tell."""
-    paths = (
-        [folder] if (folder / MANIFEST).is_file() else sorted((folder / FOLDER).glob("step-*"), reverse=True)
-    )
-    for path in paths:
+    for path in [folder] if (folder / MANIFEST).is_file() else checkpoint_folders(folder):
         try:
             return Checkpoint(path.resolve(), read_manifest(path)[0])
         except NOT_OURS:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
-from pretraining.checkpoint import Checkpoint
+from pretraining.distributed import AgreedError
+from pretraining.manifest import Checkpoint
 
 # Names in the file of a rank, by DeepSpeed (deepspeed/checkpoint/constants.py).
 STATES, MOMENTS, WEIGHTS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
@@ -64,7 +65,7 @@ def repartition(state_of: Callable[[int], dict], ranks: int, groups: list[Group]
     moments, sizes = first[MOMENTS], _partition_sizes(first)
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         if not group.numel <= ranks * size < group.numel + 2 * ranks:
-            raise UserError(
+            raise AgreedError(
                 f"the optimizer state of {ranks} ranks holds {ranks * size:,} numbers in group {number}, and the model "
                 f"has {group.numel:,}; it is of another model"
             )

@@ -42,4 +42,10 @@ class StopFlag:
 
     def clear(self) -> None:
         """Remove the file, so that the next start does not stop at once."""
-        self._file.unlink(missing_ok=True)
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            print(
+                f"{self._file}: it could not be removed ({error.strerror}); remove it before the next start",
+                flush=True,
+            )

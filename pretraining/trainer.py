@@ -15,10 +15,11 @@ import torch
 
 from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
-from pretraining.checkpoint import Checkpoints, TrainState
+from pretraining.checkpoint import Checkpoints
 from pretraining.data import StepShare
 from pretraining.distributed import AgreedError, World, all_sum, gradient_accumulation, raise_together
 from pretraining.evaluation import Sums, evaluate
+from pretraining.manifest import TrainState
 from pretraining.metrics import ProgressLine, Recorder
 from pretraining.optimizer import ScheduleSettings, learning_rate
 from pretraining.stop import StopFlag

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from data_prep.shards import write_atomically
-from pretraining.checkpoint import TrainState
 from pretraining.distributed import AgreedError, all_true, gather_objects
+from pretraining.manifest import TrainState
 from pretraining.repartition import load
 
 FOLDER = "trouble"

@@ -64,11 +64,14 @@ class _Engine:
         self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
         content = {"module": self.model.state_dict(), **client_state}
         self.checkpoint_engine.save(content, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+        self.checkpoint_engine.save({}, f"{folder}/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def write_run(folder: Path, model: BertForPreTraining, tokenizer: Path, step: int = 5) -> Path:
+def write_run(
+    folder: Path, model: BertForPreTraining, tokenizer: Path, step: int = 5, identity: dict | None = None
+) -> Path:
     """A run folder with a checkpoint of an fp32 model and the tokenizer; returns the checkpoint's folder."""
-    identity = {"model": model.config.to_dict(), "precision": "fp32"}
+    identity = identity or {"model": model.config.to_dict(), "precision": "fp32"}
     checkpoints = Checkpoints(folder, identity, 0, 1, lambda value: [value], print)
     shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     checkpoints.save(_Engine(model), TrainState(0, 384, 256, "", step=step))

@@ -307,8 +307,7 @@ def test_what_cannot_be_read_is_named(run, exported, home, tmp_path, capsys):
 def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path, capsys):
     """Of a run folder the newest whole checkpoint is taken, and the damaged one is named on stderr, not stdout."""
     shutil.copytree(run, tmp_path / "run")
-    newer = tmp_path / "run" / "checkpoints" / "step-00000009"
-    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000005", newer)
+    newer = write_run(tmp_path / "run", random_model(tiny_config()), run / "tokenizer", 9)
     (newer / "mp_rank_00_model_states.pt").unlink()
     assert load_pretrained(tmp_path / "run").source.endswith("step-00000005")
     printed = capsys.readouterr()

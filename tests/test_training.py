@@ -41,6 +41,7 @@ from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.data import TrainingBatches, evaluation_batches
 from pretraining.distributed import World
 from pretraining.launch import _batches, _run_settings
+from pretraining.manifest import write_manifest
 from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
 from pretraining.optimizer import learning_rate, parameter_groups
@@ -304,6 +305,10 @@ def test_bad_input_is_one_sentence(shards, tmp_path, capsys, monkeypatch):
     assert "--micro_batch_tokens 47: the shards" in refused(
         capsys, *start, str(shards), "--micro_batch_tokens", "47"
     )
+    spikes = (*start, str(shards), "--spike_factor", "10", "--keep")
+    assert "--keep 1: a spike (--spike_factor 10)" in refused(capsys, *spikes, "1")
+    assert prepare(parse_arguments([*spikes, "2"]), world_size=1)
+    assert prepare(parse_arguments([*spikes, "1", "--max_rollbacks", "0"]), world_size=1)
     deepspeed_json(tmp_path, train_batch_size=100_000)
     assert "is more than the" in refused(capsys, *start, str(shards))
     deepspeed_json(tmp_path, gradient_accumulation_steps=7)
@@ -474,7 +479,7 @@ def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
         whole | {"files": {}},
         whole | {"files": {"mp_rank_00_model_states.pt": 5}},
     ]
-    wrong += [whole | {"format_version": 2}, whole | {"train_state": {}}, whole | {"identity": None}]
+    wrong += [whole | {"format_version": 1}, whole | {"train_state": {}}, whole | {"identity": None}]
     wrong += [{name: value for name, value in whole.items() if name != left_out} for left_out in whole]
     checkpoints = Checkpoints(tmp_path, {}, 0, 1, lambda value: [value], print)
     assert checkpoints.newest_whole()
@@ -482,6 +487,10 @@ def test_damaged_manifest_of_a_checkpoint_is_passed_over(one_rank, tmp_path):
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
             checkpoints.newest_whole()
+        if isinstance(content, dict) and "sha256" in content:  # not only by its hash
+            write_manifest(path.parent, content)
+            with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
+                checkpoints.newest_whole()
 
 
 def test_a_run_folder_belongs_to_one_run_at_a_time(shards, one_rank):
@@ -511,7 +520,7 @@ def test_a_diverged_run_ends_and_saves_nothing(shards, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_stop_signals_are_remembered(tmp_path):
+def test_stop_signals_are_remembered(tmp_path, capsys):
     """SIGTERM, SIGUSR1, Ctrl-C and a file named STOP raise the flag; a second Ctrl-C interrupts at once."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
@@ -527,9 +536,37 @@ def test_stop_signals_are_remembered(tmp_path):
         assert flag.raised() and "STOP" in flag.reason
         flag.clear()
         assert not StopFlag(tmp_path).raised()
+        (tmp_path / "STOP").mkdir()
+        flag.clear()
+        assert (tmp_path / "STOP").is_dir() and "STOP: it could not be removed" in capsys.readouterr().out
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_stop_file_of_the_last_step_does_not_stay(tmp_path, monkeypatch):
+    """A run that is finished removes a STOP file that came too late, or a longer --max_steps would stop at once."""
+    from pretraining import launch
+
+    def train(*_) -> bool:
+        (tmp_path / "STOP").touch()
+        return True
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for name, value in {"_take_folder": None, "gather_objects": [False], "_say_end": None}.items():
+        monkeypatch.setattr(launch, name, lambda *_, value=value: value)
+    monkeypatch.setattr(launch, "_build", lambda *_: SimpleNamespace(state=TrainState(0, 1, 1, "")))
+    monkeypatch.setattr(launch, "_train", train)
+    world = SimpleNamespace(rank=0, world_size=1)
+    monkeypatch.setattr(launch, "distributed", SimpleNamespace(start=lambda: world, shutdown=lambda: None))
+    try:
+        preparation = SimpleNamespace(run_folder=tmp_path, max_steps=7)
+        assert launch.launch(preparation, StopFlag(tmp_path), 0.0) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert not (tmp_path / "STOP").exists()
 
 
 def test_damaged_metrics_do_not_stop_a_run(tmp_path, capsys):

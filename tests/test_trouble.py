@@ -293,10 +293,13 @@ def test_a_fault_of_one_node_alone_is_said(shards, tmp_path):
     assert "error: shards" in ranks.logs[1].read_text()
 
 
-def test_shards_at_a_url_are_refused(tmp_path, capsys):
-    """--data s3://… is one sentence that says what to do, and exit code 2."""
+@pytest.mark.parametrize(
+    ("option", "advice"), [("--data", "copy the folder to a disk"), ("--output", "a run locks its folder")]
+)
+def test_folders_at_a_url_are_refused(capsys, option, advice):
+    """--data s3://… and --output s3://… are one sentence that says what to do, and exit code 2."""
     with pytest.raises(SystemExit) as error:
-        parse_arguments(["--deepspeed_config", "x.json", "--data", "s3://bucket/shards"])
+        parse_arguments(["--deepspeed_config", "x.json", option, "s3://bucket/folder"])
     assert error.value.code == 2
     said = capsys.readouterr().err
-    assert "'s3://bucket/shards' is a URL" in said and "copy the folder to a disk" in said
+    assert "'s3://bucket/folder' is a URL" in said and advice in said
