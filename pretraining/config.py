@@ -55,7 +55,6 @@ REFUSED = {
     "zero_optimization": {
         "round_robin_gradients": "a run could not go on with another number of ranks; leave it out",
         "offload_param": "it is for stage 3 only; leave it out",
-        "load_from_fp32_weights": "a run would go on from rounded weights; leave it out",
         "zenflow": "it reduces gradients in its own way; leave it out",
         "legacy_stage1": "DeepSpeed has removed it; leave it out",
         "stage3_gather_fp16_weights_on_model_save": "it is for stage 3 only; leave it out",
@@ -71,7 +70,11 @@ REFUSED = {
     "optimizer": {"legacy_fusion": "it belongs to Lamb; leave it out"},
     "scheduler.params": {"last_batch_iteration": "the position comes from the checkpoint; leave it out"},
 }
-NEEDED_ON = {"zero_optimization": ("compute_grad_norm",), "bf16": ("check_grad_overflow",)}
+_NORM = "skipped updates and the gradient norm need it"
+NEEDED_ON = {
+    "zero_optimization": {"compute_grad_norm": _NORM, "load_from_fp32_weights": "a resumed run needs it"},
+    "bf16": {"check_grad_overflow": _NORM},
+}
 DEEPSPEED_SCHEMAS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
@@ -215,11 +218,9 @@ def _check_deepspeed(document: dict[str, Any], name: str, errors: Errors) -> dic
     check(getattr(importlib.import_module(module), schema), section, name, errors)
     if not isinstance(section, dict):
         return {}
-    for key in NEEDED_ON.get(name, ()):
+    for key, reason in NEEDED_ON.get(name, {}).items():
         if section.get(key) is False:
-            errors.add(
-                f'"{name}.{key}" is false; skipped updates and the gradient norm need it; leave it out'
-            )
+            errors.add(f'"{name}.{key}" is false; {reason}; leave it out')
     return {key: value for key, value in section.items() if key not in REFUSED.get(name, {})}
 
 

@@ -109,7 +109,12 @@ def test_all_errors_come_at_once(errors_of):
         "amp": {"enabled": True},
         "optimizer": {"type": "Lamb", "params": {"lrr": 1, "betas": [0.9, 2], "weight_decay": True}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_steps": 3, "warmup_type": "cubic"}},
-        "zero_optimization": {"stage": 3, "overlap_com": True, "offload_optimizer": {"devise": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_com": True,
+            "offload_optimizer": {"devise": "cpu"},
+            "load_from_fp32_weights": False,
+        },
         "fp16": {"enabled": True, "loss_scale_window": 0},
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }
@@ -129,6 +134,7 @@ def test_all_errors_come_at_once(errors_of):
         ('"zero_optimization.stage" is 3', "write 2"),
         ('"zero_optimization.overlap_com" is unknown', '"overlap_comm"'),
         ('"zero_optimization.offload_optimizer.devise" is unknown', '"device"'),
+        ('"zero_optimization.load_from_fp32_weights" is false', "a resumed run needs it"),
         ('"fp16" is', "loss_scale_window must be > 0"),
         ('"bf16.check_grad_overflow" is false', "leave it out"),
         ('"fp16" and "bf16" are both enabled', "in one of them"),
