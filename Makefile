@@ -161,7 +161,7 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	$(call fine_tune,5) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
 	  --output $(SCORES)/random --learning_rate 1e-3 3e-3
 	$(call fine_tune,5) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 1e-3 3e-3
-	$(call fine_tune,2) --init_from $(ADAPTED) --output $(SCORES)/$(notdir $(ADAPTED)) --learning_rate 1e-4 2e-4
+	$(call fine_tune,3) --init_from $(ADAPTED) --batch_size 16 --output $(SCORES)/$(notdir $(ADAPTED)) --learning_rate 1e-4 2e-4
 	$(call stage,Scores)
 	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/$(notdir $(ADAPTED))
 	$(call stage,Done)
