@@ -29,7 +29,7 @@ from pretraining.manifest import (
     read_manifest,
 )
 from pretraining.model import BertConfig
-from pretraining.repartition import MOMENTS, WEIGHTS, repartitioned
+from pretraining.repartition import MOMENTS, WEIGHTS, load_files, load_optimizer, repartitioned
 
 
 def phase_start(
@@ -113,21 +113,12 @@ def load_phase(engine, checkpoint: Checkpoint, world: World, *, keep_moments: bo
     """
     run = checkpoint.path.parent.parent
     Checkpoints(run, {}, world.rank, world.world_size, gather_objects, print).whole(checkpoint.path)
-    loaded, _ = engine.load_checkpoint(
-        str(checkpoint.path.parent),
-        tag=checkpoint.path.name,
-        load_module_only=True,
-        load_optimizer_states=False,
-    )
-    if loaded is None:
-        raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")
+    load_files(engine, checkpoint, load_module_only=True, load_optimizer_states=False)
     theirs, ours = repartitioned(engine, checkpoint, world.rank), engine.optimizer.state_dict()
     state = ours | {WEIGHTS: theirs[WEIGHTS]}
     if keep_moments:
         state[MOMENTS] = ours[MOMENTS] | {"state": theirs[MOMENTS]["state"]}
-    engine.optimizer.load_state_dict(
-        {world.rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
-    )
+    load_optimizer(engine, world.rank, state)
     engine.optimizer.update_lp_params()  # an earlier phase in 16 bits has rounded the model's own
     if keep_moments:
         _set_step(engine.optimizer.optimizer, theirs, keep_step)

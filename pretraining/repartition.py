@@ -110,20 +110,22 @@ def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     """
     same_layout = checkpoint.world_size == world_size
     # Without optimizer states DeepSpeed does not ask for the number of ranks.
+    load_files(engine, checkpoint, load_optimizer_states=same_layout)
+    if not same_layout:
+        load_optimizer(engine, rank, repartitioned(engine, checkpoint, rank))
+
+
+def load_files(engine, checkpoint: Checkpoint, **options: bool) -> None:
+    """Let DeepSpeed load what the options of its load_checkpoint name; the schedule is never its own."""
     loaded, _ = engine.load_checkpoint(
-        str(checkpoint.path.parent),
-        tag=checkpoint.path.name,
-        load_optimizer_states=same_layout,
-        load_lr_scheduler_states=False,
+        str(checkpoint.path.parent), tag=checkpoint.path.name, load_lr_scheduler_states=False, **options
     )
     if loaded is None:
         raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")
-    if not same_layout:
-        _load_optimizer(engine, checkpoint, rank)
 
 
-def _load_optimizer(engine, checkpoint: Checkpoint, rank: int) -> None:
-    state = repartitioned(engine, checkpoint, rank)
+def load_optimizer(engine, rank: int, state: dict) -> None:
+    """Load an optimizer state that is cut for this rank."""
     engine.optimizer.load_state_dict(
         {rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
     )

@@ -20,12 +20,14 @@ def make_tokenizer(folder: Path, seed: int = 3, vocab_size: int = 300, eval_frac
     return output
 
 
-def make_shards(folder: Path, tokenizer: Path, seed: int = 3) -> Path:
+def make_shards(
+    folder: Path, tokenizer: Path, seed: int = 3, documents: int = 150, eval_fraction: float = 0.1
+) -> Path:
     """Shards of made-up text with that tokenizer, in folder/shards."""
-    text = write_corpus(folder / "text.txt", make_documents(150, seed=seed))
+    text = write_corpus(folder / "text.txt", make_documents(documents, seed=seed))
     arguments = ["--input", str(text), "--tokenizer", str(tokenizer), "--output", str(folder / "shards")]
     assert not data_prep(
-        ["shards", *arguments, "--seq_len", "48", "--workers", "1", "--eval_fraction", "0.1"]
+        ["shards", *arguments, "--seq_len", "48", "--workers", "1", "--eval_fraction", str(eval_fraction)]
     )
     return folder / "shards"
 

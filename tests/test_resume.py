@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from corpora import make_documents, write_corpus
 from forked_ranks import Ranks, run
-from small_runs import make_tokenizer, random_model, tiny_config, write_run
+from small_runs import make_shards, make_tokenizer, random_model, tiny_config, write_run
 from training_runs import (
     arguments,
     assert_checkpoints_equal,
@@ -29,7 +28,6 @@ from training_runs import (
 )
 
 from data_prep.errors import UserError
-from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet, file_sha256
 from pretraining import checkpoint_writer, launch
 from pretraining.arguments import parse_arguments, prepare
@@ -51,12 +49,9 @@ def shards(tmp_path_factory) -> Path:
     """Shards whose epoch ends within a run, and whose evaluation lasts long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("resume")
     tokenizer = make_tokenizer(folder, eval_fraction=0.7)
-    text = write_corpus(folder / "text.txt", make_documents(75, seed=5))
-    options = ["--tokenizer", str(tokenizer), "--output", str(folder / "shards"), "--eval_fraction", "0.7"]
-    assert not data_prep(["shards", "--input", str(text), *options, "--seq_len", "48", "--workers", "1"])
-    instances = ShardSet.open(folder / "shards").block_offsets("train")[-1]
-    assert 7 * 13 < instances < 11 * 13
-    return folder / "shards"
+    shards = make_shards(folder, tokenizer, seed=5, documents=75, eval_fraction=0.7)
+    assert 7 * 13 < ShardSet.open(shards).block_offsets("train")[-1] < 11 * 13
+    return shards
 
 
 def program(shards: Path, output: Path, *options: str, **changes) -> list[str]:

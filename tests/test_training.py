@@ -365,23 +365,43 @@ def test_recipe_is_checked(shards, capsys):
     assert "'1.5' is not a share from 0 to 1" in capsys.readouterr().err
 
 
-def test_other_settings_are_refused(shards, one_rank, tmp_path):
-    """A run folder goes on only with the settings that it was made with; the changed one is named, old and new."""
-    done = subprocess.run(
-        command(shards, one_rank, options=("--dropout", "0", "--seed", "5")),
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "seed: 0 there, 5 now" in done.stderr
+ADAMW = {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
+FORBIDDEN_CHANGES = (  # what is said, options, changes of the JSON
+    ("seed: 0 there, 3 now", ("--seed", "3"), {}),
+    ("model.hidden_dropout_prob: 0.0 there, 0.2 now", ("--dropout", "0.2"), {}),
+    ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
+    ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
+    ("masking: dynamic there, static now", ("--masking", "static"), {}),
+    ("masked_lm_prob: 0.15 there, 0.4 now", ("--masked_lm_prob", "0.4"), {}),
+    ("position_init: random there, sinusoidal now", ("--position_init", "sinusoidal"), {}),
+    ("model.initializer_range: 0.02 there, 0.05 now", ("--initializer_range", "0.05"), {}),
+    ("train_batch_size: 13 there, 12 now", (), {"train_batch_size": 12}),
+    ("gradient_clipping: 1.0 there, 0.5 now", (), {"gradient_clipping": 0.5}),
+    ("optimizer.weight_decay: 0.01 there, 0.1 now", (), {"optimizer": {"type": "AdamW", "params": ADAMW}}),
+    ("schedule.total_num_steps: 8 there, 9 now", ("--max_steps", "9"), {}),
+    (
+        "schedule.type: WarmupDecayLR there, WarmupLR now",
+        ("--max_steps", "8"),
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}},
+    ),
+)
+ALLOWED_CHANGES = (  # options, ranks, changes of the JSON
+    ((), 1, {}),
+    (("--save_interval", "3", "--eval_interval", "2", "--eval_instances", "5", "--log_interval", "3"), 1, {}),
+    (("--keep", "1", "--keep_every", "4"), 1, {}),
+    (("--position_init", "random", "--masked_lm_prob", "0.15"), 1, {}),  # the defaults, written out
+    ((), 1, {"train_micro_batch_size_per_gpu": 13}),
+    ((), 5, {}),
+    ((), 1, {"zero_optimization": {"stage": 1}}),
+)
 
-    other_shards = tmp_path / "shards"
-    shutil.copytree(shards, other_shards)
-    other = ShardSet.open(shards).manifest | {"made_with": "another library"}
-    (other_shards / "manifest.json").write_bytes(manifest_bytes(other))
 
-    def refusal(*options: str, world_size: int = 1, **changes) -> str | None:
-        config = str(deepspeed_json(tmp_path, **changes))
+@pytest.fixture
+def refusal(shards, one_rank, tmp_path):
+    """What the finished run's folder says to a command with these options, ranks and changes of the JSON."""
+
+    def said(*options: str, world_size: int = 1, **changes) -> str | None:
+        config = deepspeed_json(tmp_path, **changes)
         argv = arguments(shards, one_rank, "--dropout", "0", *options, config=Path(config))
         preparation = prepare(parse_arguments(argv), world_size)
         checkpoints = Checkpoints(
@@ -393,45 +413,32 @@ def test_other_settings_are_refused(shards, one_rank, tmp_path):
             return str(error)
         return None
 
-    intervals = (
-        "--save_interval",
-        "3",
-        "--eval_interval",
-        "2",
-        "--eval_instances",
-        "5",
-        "--log_interval",
-        "3",
+    return said
+
+
+def test_other_settings_are_refused(shards, one_rank, tmp_path, refusal):
+    """A run folder goes on only with the settings that it was made with; the changed one is named, old and new."""
+    done = subprocess.run(
+        command(shards, one_rank, options=("--dropout", "0", "--seed", "5")),
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
-    assert refusal() is None and refusal(*intervals, "--keep", "1", "--keep_every", "4") is None
-    assert refusal(train_micro_batch_size_per_gpu=13) is None and refusal(world_size=5) is None
-    assert refusal(zero_optimization={"stage": 1}) is None
-    assert (
-        refusal("--position_init", "random", "--masked_lm_prob", "0.15") is None
-    )  # the defaults, written out
-    adamw = {"lr": 2e-3, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
-    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
-    for words, options, changes in (
-        ("seed: 0 there, 3 now", ("--seed", "3"), {}),
-        ("shards: ", ("--data", str(other_shards)), {}),
-        ("model.hidden_dropout_prob: 0.0 there, 0.2 now", ("--dropout", "0.2"), {}),
-        ("model.num_hidden_layers: 2 there, 4 now", ("--model", "mini"), {}),
-        ("model.next_sentence: True there, False now", ("--no_next_sentence",), {}),
-        ("masking: dynamic there, static now", ("--masking", "static"), {}),
-        ("masked_lm_prob: 0.15 there, 0.4 now", ("--masked_lm_prob", "0.4"), {}),
-        ("position_init: random there, sinusoidal now", ("--position_init", "sinusoidal"), {}),
-        ("model.initializer_range: 0.02 there, 0.05 now", ("--initializer_range", "0.05"), {}),
-        ("train_batch_size: 13 there, 12 now", (), {"train_batch_size": 12}),
-        ("gradient_clipping: 1.0 there, 0.5 now", (), {"gradient_clipping": 0.5}),
-        (
-            "optimizer.weight_decay: 0.01 there, 0.1 now",
-            (),
-            {"optimizer": {"type": "AdamW", "params": adamw}},
-        ),
-        ("schedule.total_num_steps: 8 there, 9 now", ("--max_steps", "9"), {}),
-        ("schedule.type: WarmupDecayLR there, WarmupLR now", ("--max_steps", "8"), {"scheduler": warmup}),
-    ):
+    assert done.returncode == 2 and "seed: 0 there, 5 now" in done.stderr
+    for words, options, changes in FORBIDDEN_CHANGES:
         assert words in (refusal(*options, **changes) or "accepted"), words
+    other_shards = tmp_path / "shards"
+    shutil.copytree(shards, other_shards)
+    other = ShardSet.open(shards).manifest | {"made_with": "another library"}
+    (other_shards / "manifest.json").write_bytes(manifest_bytes(other))
+    assert "shards: " in refusal("--data", str(other_shards))
+
+
+def test_settings_that_may_change(refusal):
+    """Ranks, micro-batch, ZeRO stage and intervals may change; a batch that is written as so much per rank changes with
+    the ranks, and is refused."""
+    for options, world_size, changes in ALLOWED_CHANGES:
+        assert refusal(*options, world_size=world_size, **changes) is None, (options, changes)
     batch_of_ranks = {
         "train_batch_size": None,
         "gradient_accumulation_steps": 1,

@@ -12,13 +12,11 @@ from pathlib import Path
 import injections
 import pytest
 import torch
-from corpora import make_documents, write_corpus
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from forked_ranks import Ranks, run
-from small_runs import make_tokenizer
+from small_runs import make_shards, make_tokenizer
 from training_runs import arguments, assert_checkpoints_equal, deepspeed_json, flat, metrics
 
-from data_prep.run import main as data_prep
 from data_prep.shards import ShardSet
 from pretraining import trouble
 from pretraining.arguments import parse_arguments
@@ -45,11 +43,9 @@ def shards(tmp_path_factory) -> Path:
     """Shards of some hundred instances."""
     folder = tmp_path_factory.mktemp("trouble")
     tokenizer = make_tokenizer(folder, eval_fraction=0.2)
-    text = write_corpus(folder / "text.txt", make_documents(60, seed=5))
-    options = ["--tokenizer", str(tokenizer), "--output", str(folder / "shards"), "--eval_fraction", "0.2"]
-    assert not data_prep(["shards", "--input", str(text), *options, "--seq_len", "48", "--workers", "1"])
-    assert ShardSet.open(folder / "shards").block_offsets("train")[-1] > 8 * 13
-    return folder / "shards"
+    shards = make_shards(folder, tokenizer, seed=5, documents=60, eval_fraction=0.2)
+    assert ShardSet.open(shards).block_offsets("train")[-1] > 8 * 13
+    return shards
 
 
 def program(shards: Path, output: Path, *options: str, **changes) -> list[str]:
