@@ -16,9 +16,9 @@ from data_prep.counter_rng import Stream, key
 from fine_tuning.features import Features, epoch_batches, select
 from pretraining.micro_batches import Instances, cut_micro_batches
 from pretraining.optimizer import (
-    OptimizerSettings,
+    AdamWSettings,
     WarmupDecayLR,
-    choose_adamw,
+    choose_optimizer,
     learning_rate,
     parameter_groups,
 )
@@ -90,11 +90,9 @@ class Trainer:
         self.device = device
         self.computing = model if precision == "fp32" else copy.deepcopy(model).to(_DTYPES[precision])
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        adamw = OptimizerSettings(
-            lr=settings.learning_rate, eps=ADAM_EPSILON, weight_decay=settings.weight_decay
-        )
+        adamw = AdamWSettings(lr=settings.learning_rate, eps=ADAM_EPSILON, weight_decay=settings.weight_decay)
         groups = parameter_groups(model, settings.weight_decay)
-        self.optimizer = choose_adamw(device.type).build(groups, adamw)
+        self.optimizer = choose_optimizer(adamw, device.type).build(groups, adamw)
         self.total_steps = settings.epochs * settings.steps_per_epoch(len(features))
         self.schedule = WarmupDecayLR(
             warmup_num_steps=max(1, round(settings.warmup_ratio * self.total_steps)),

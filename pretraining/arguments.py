@@ -325,7 +325,8 @@ def identity(preparation: Preparation) -> dict:
         "position_init": preparation.arguments.position_init or "random",
         "train_batch_size": preparation.lowered.train_batch_size,
         "precision": preparation.lowered.precision,
-        "optimizer": preparation.lowered.optimizer.model_dump(),
+        "optimizer": {"type": preparation.lowered.optimizer.algorithm}
+        | preparation.lowered.optimizer.model_dump(),
         "schedule": {"type": type(preparation.schedule).__name__} | preparation.schedule.model_dump(),
         "gradient_clipping": preparation.lowered.gradient_clipping,
         **{

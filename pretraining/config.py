@@ -6,7 +6,6 @@ The schemas of zero_optimization, fp16 and bf16 are DeepSpeed's own. Batch sizes
 """
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,10 @@ from pretraining.distributed import Capabilities, import_deepspeed
 from pretraining.optimizer import (
     SCHEDULES,
     ConstantSchedule,
+    LambSettings,
     OptimizerSettings,
     ScheduleSettings,
+    read_optimizer,
 )
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
 
@@ -32,6 +33,7 @@ PASSED_THROUGH = (
 )
 _MASTERS = "it needs DeepSpeed's own CPU optimizer and trains less exactly; leave it out"
 _OLD_OFFLOAD = 'this is the old name; write "offload_optimizer": {"device": "cpu"}'
+_CLAMP = 'write "trust_ratio_clamp": [min_coeff, max_coeff] instead'
 _REFUSED_AT_TOP = {  # reason: keys
     'DeepSpeed has dropped apex; write "fp16" or "bf16"': "amp",
     'this is the old name; write "bf16"': "bfloat16",
@@ -66,8 +68,10 @@ REFUSED = {
     "optimizer.params": {
         "max_grad_norm": 'write "gradient_clipping" at the top level instead',
         "amsgrad": "AdamW is trained without it; leave it out",
+        **dict.fromkeys(("max_coeff", "min_coeff"), _CLAMP),
+        "eps_inside_sqrt": "eps is added to the root, as in the papers; leave it out",
     },
-    "optimizer": {"legacy_fusion": "it belongs to Lamb; leave it out"},
+    "optimizer": {"legacy_fusion": "it chooses between DeepSpeed's own kernels; leave it out"},
     "scheduler.params": {"last_batch_iteration": "the position comes from the checkpoint; leave it out"},
 }
 _NORM = "skipped updates and the gradient norm need it"
@@ -105,11 +109,6 @@ class _Document(StrictModel):
 
 class _DataTypes(StrictModel):
     grad_accum_dtype: Literal["fp32"] | None = None
-
-
-class _Optimizer(StrictModel):
-    type: str
-    params: dict[str, Any]
 
 
 class _Scheduler(StrictModel):
@@ -178,7 +177,7 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
         name: _check_deepspeed(document, name, errors) for name in DEEPSPEED_SCHEMAS if name in document
     }
     notes: list[str] = []
-    optimizer = _optimizer(document.get("optimizer"), errors, notes)
+    optimizer = read_optimizer(document.get("optimizer"), errors, notes)
     schedule = _schedule(document.get("scheduler"), optimizer, errors, notes)
     _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
@@ -245,25 +244,6 @@ def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: E
         )
 
 
-def _optimizer(section: Any, errors: Errors, notes: list[str]) -> OptimizerSettings | None:
-    entry = check(_Optimizer, section, "optimizer", errors)
-    if entry is None:
-        return None
-    if entry.type.lower() not in ("adam", "adamw"):
-        errors.add(
-            f'"optimizer.type" is {json.dumps(entry.type)}; this version trains with AdamW; write "AdamW"'
-        )
-    params = check(OptimizerSettings, entry.params, "optimizer.params", errors)
-    if params is not None and not params.adam_w_mode and params.weight_decay:
-        errors.add(
-            '"optimizer.params.adam_w_mode" is false, which adds the weight decay to the gradient; BERT is trained with '
-            "AdamW; leave it out"
-        )
-    if params is not None and params.torch_adam:
-        notes.append("torch_adam: the AdamW kernel is chosen by the device")
-    return params
-
-
 def _schedule(
     section: Any, optimizer: OptimizerSettings | None, errors: Errors, notes: list[str]
 ) -> ScheduleSettings | None:
@@ -324,8 +304,11 @@ def lower(
             f'"data_types.grad_accum_dtype" with stage 1 and {precision} is another optimizer class in DeepSpeed; '
             "leave data_types out (micro-steps are summed in fp32 anyway) or write stage 2"
         )
-    errors.raise_any()
     offload = sections["zero_optimization"].get("offload_optimizer") or {}
+    is_offloaded = offload.get("device") == "cpu"
+    if isinstance(settings.optimizer, LambSettings):
+        _place_lamb(sections, is_offloaded, errors)
+    errors.raise_any()
     engine_config = {
         "train_batch_size": micro_batch * world_size,
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -344,9 +327,18 @@ def lower(
         optimizer=settings.optimizer,
         schedule=settings.schedule,
         gradient_clipping=settings.gradient_clipping,
-        optimizer_device="cpu" if offload.get("device") == "cpu" else device,
+        optimizer_device="cpu" if is_offloaded else device,
         replacements=notes,
     )
+
+
+def _place_lamb(sections: dict[str, Any], is_offloaded: bool, errors: Errors) -> None:
+    sections["zero_allow_untested_optimizer"] = True  # DeepSpeed knows no LAMB that knows its partitions
+    if is_offloaded:
+        errors.add(
+            '"optimizer.type" is "Lamb" and "zero_optimization.offload_optimizer" moves it to the CPU, where the ranks '
+            "cannot add up the norms of its trust ratios; leave offload_optimizer out or train with AdamW"
+        )
 
 
 def _plan_batch(

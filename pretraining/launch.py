@@ -29,10 +29,11 @@ from pretraining.distributed import (
     import_deepspeed,
     raise_together,
 )
+from pretraining.lamb import Lamb
 from pretraining.manifest import Checkpoint, TrainState, newest_step
 from pretraining.metrics import ProgressLine, Recorder, write_status
 from pretraining.model import BertForPreTraining, initialize_sinusoidal
-from pretraining.optimizer import choose_adamw, parameter_groups
+from pretraining.optimizer import choose_optimizer, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
 from pretraining.phase import load_phase, next_phase
 from pretraining.repartition import load
@@ -274,14 +275,17 @@ def _make_engine(preparation: Preparation, world: World):
     if preparation.start and preparation.start.weights:
         model.load_state_dict(preparation.start.weights, strict=False)
         preparation.start.weights.clear()  # they would stay in memory for the whole run
-    choice = choose_adamw(lowered.optimizer_device)
+    choice = choose_optimizer(lowered.optimizer, lowered.optimizer_device)
     groups = parameter_groups(model, lowered.optimizer.weight_decay)
+    optimizer = choice.build(groups, lowered.optimizer)
     engine, *_ = import_deepspeed().initialize(
         model=model,
-        optimizer=choice.build(groups, lowered.optimizer),
+        optimizer=optimizer,
         config=lowered.engine_config,
         dist_init_required=False,
     )
+    if isinstance(optimizer, Lamb):
+        optimizer.shard(engine.optimizer)
     if lowered.max_micro_steps > 1:
         accumulate_in_fp32(engine)
     return engine, f"{choice.name}: {choice.why}"
@@ -313,7 +317,8 @@ def _write_settings(preparation: Preparation, world: World, optimizer_name: str,
         "deepspeed": preparation.lowered.engine_config,
         "train_batch_size": preparation.lowered.train_batch_size,
         "precision": preparation.lowered.precision,
-        "optimizer": {"kernel": optimizer_name} | preparation.lowered.optimizer.model_dump(),
+        "optimizer": {"type": preparation.lowered.optimizer.algorithm, "kernel": optimizer_name}
+        | preparation.lowered.optimizer.model_dump(),
         "schedule": preparation.schedule.model_dump(),
         "written_in": json.loads(preparation.arguments.deepspeed_config.read_text(encoding="utf-8-sig")),
         "notes": [*preparation.notes, *going_on],

@@ -8,12 +8,12 @@ import torch
 
 from data_prep.errors import UserError, run_program
 from pretraining.optimizer import (
+    AdamWSettings,
     ConstantSchedule,
-    OptimizerSettings,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    choose_adamw,
+    choose_optimizer,
     learning_rate,
     parameter_groups,
     schedule_for,
@@ -21,6 +21,7 @@ from pretraining.optimizer import (
 from pretraining.run import main
 
 PEAK = 2e-3
+ADAMW = AdamWSettings(lr=1e-4)
 WARMUP = {"warmup_num_steps": 10, "warmup_max_lr": PEAK}
 
 
@@ -131,10 +132,10 @@ def adamw_reference(weights, gradients, rates, weight_decay, betas, eps):
 
 def test_adamw_on_the_cpu_is_the_papers():
     """50 steps of the kernel chosen here, with a schedule and both groups, equal the float64 recurrence."""
-    settings = OptimizerSettings(lr=1e-2, betas=[0.9, 0.98], eps=1e-6, weight_decay=0.1)
+    settings = AdamWSettings(lr=1e-2, betas=[0.9, 0.98], eps=1e-6, weight_decay=0.1)
     model = torch.nn.Linear(33, 5)
     start = [p.detach().numpy().copy() for p in (model.weight, model.bias)]
-    name, _, build = choose_adamw("cpu")
+    name, _, build = choose_optimizer(settings, "cpu")
     assert name == "torch.optim.AdamW(fused=True)"
     optimizer = build(parameter_groups(model, settings.weight_decay), settings)
     schedule = WarmupDecayLR(warmup_num_steps=5, warmup_type="linear", warmup_max_lr=1e-2, total_num_steps=60)
@@ -177,7 +178,7 @@ def test_a_look_alike_of_apex_is_refused(install, tmp_path, capsys):
     """PyPI's apex ends the program in one sentence, on every machine, without being imported."""
     install({"apex/__init__.py": "raise RuntimeError('a web toolkit was imported')"})
     with pytest.raises(UserError, match="not NVIDIA's .* pip uninstall apex"):
-        choose_adamw("cuda")
+        choose_optimizer(ADAMW, "cuda")
     assert run_program(main, ["--deepspeed_config", str(tmp_path / "none.json")]) == 2
     assert f"error: {tmp_path}/apex/__init__.py: this apex is not NVIDIA's" in capsys.readouterr().err
     assert "apex" not in sys.modules
@@ -186,13 +187,13 @@ def test_a_look_alike_of_apex_is_refused(install, tmp_path, capsys):
 def test_a_folder_called_apex_is_no_package(install, tmp_path):
     """A checkout of NVIDIA's repository in the working folder is not the installed package, and no look-alike."""
     (tmp_path / "apex" / "apex").mkdir(parents=True)
-    assert "not installed" in choose_adamw("cuda").why
+    assert "not installed" in choose_optimizer(ADAMW, "cuda").why
 
 
 def test_apex_without_its_kernels_is_passed_over(install):
     """A Python-only build of apex would fail at the first step."""
     install({"apex/__init__.py": "", "apex/optimizers/fused_adam.py": "class FusedAdam: pass"})
-    assert "without its CUDA extensions" in choose_adamw("cuda").why
+    assert "without its CUDA extensions" in choose_optimizer(ADAMW, "cuda").why
 
 
 def test_apex_is_the_first_choice_on_cuda(install):
@@ -200,10 +201,10 @@ def test_apex_is_the_first_choice_on_cuda(install):
     fake = "class FusedAdam:\n    def __init__(self, groups, **options): self.given = groups, options\n"
     files = ("apex/__init__.py", "apex/optimizers/fused_adam.py", "amp_C.py")
     install(dict.fromkeys(files, "") | {"apex/optimizers/__init__.py": fake})
-    name, _, build = choose_adamw("cuda")
+    name, _, build = choose_optimizer(ADAMW, "cuda")
     assert name == "apex.optimizers.FusedAdam"
     groups = [{"params": [], "weight_decay": 0.01}]
-    built = build(groups, OptimizerSettings(lr=1e-4, eps=1e-6)).given
+    built = build(groups, AdamWSettings(lr=1e-4, eps=1e-6)).given
     assert built == (groups, {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "adam_w_mode": True})
 
 
@@ -212,6 +213,6 @@ def test_deepspeeds_kernel_is_used_only_if_it_is_built(install, monkeypatch):
     import deepspeed.git_version_info as built
 
     monkeypatch.setitem(built.installed_ops, "fused_adam", True)
-    assert choose_adamw("cuda").name == "torch.optim.AdamW(fused=True)"
+    assert choose_optimizer(ADAMW, "cuda").name == "torch.optim.AdamW(fused=True)"
     monkeypatch.setattr(built, "accelerator_name", "cuda")
-    assert choose_adamw("cuda").name == "deepspeed.ops.adam.FusedAdam"
+    assert choose_optimizer(ADAMW, "cuda").name == "deepspeed.ops.adam.FusedAdam"
