@@ -250,15 +250,13 @@ def _descend(
 ) -> None:
     """Update the moments and replace the gradients by the negative updates, −(r + λx) with r = m̂ / (√v̂ + ε).
 
-    One pass of torch's fused AdamW over a copy of the weights: with rate c and decay λ' it leaves (1 − cλ')x − cr,
-    which is wanted for cλ' = 1 + λ.
+    torch's fused AdamW takes its step from zero, at the rate 1: what it leaves is −r.
     """
     # The kernel adds 1 to the count, in each chunk.
     count = step.clone() if group["bias_correction"] else torch.full_like(step, NO_BIAS_CORRECTION)
     copies = [gradient.clone() for gradient in gradients]
-    torch._foreach_copy_(gradients, weights)
+    torch._foreach_zero_(gradients)
     beta1, beta2 = group["betas"]
-    scale = 1.0 if group["grad_averaging"] else 1 / (1 - beta1)
     adamw(
         gradients,
         copies,
@@ -270,11 +268,13 @@ def _descend(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=scale,
-        weight_decay=(1 + group["weight_decay"]) / scale,
+        lr=1.0 if group["grad_averaging"] else 1 / (1 - beta1),
+        weight_decay=0.0,
         eps=group["eps"],
         maximize=False,
     )
+    if group["weight_decay"]:
+        torch._foreach_add_(gradients, weights, alpha=-group["weight_decay"])
 
 
 def _trust_ratios(group: dict[str, Any], layout: _Layout, norms: tuple[list[Tensor], list[Tensor]]) -> Tensor:

@@ -278,7 +278,10 @@ def _make_engine(preparation: Preparation, world: World):
     choice = choose_optimizer(lowered.optimizer, lowered.optimizer_device)
     groups = parameter_groups(model, lowered.optimizer.weight_decay)
     optimizer = choice.build(groups, lowered.optimizer)
-    engine, *_ = import_deepspeed().initialize(
+    deepspeed = import_deepspeed()
+    # Its warning is of optimizers that do not know the partitions.
+    deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
+    engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         config=lowered.engine_config,

@@ -42,6 +42,7 @@ SCHEDULE = {
 }
 RESUMED = ("--save_interval", "3", "--eval_interval", "6")
 BF16 = {"bf16": {"enabled": True}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "eps": 1e-6, "weight_decay": 0.01}}}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_killed_run_in_bf16_goes_on_bit_for_bit(shards, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16, LAMB], ids=["fp32", "bf16", "LAMB"])
 def test_random_kills_change_nothing(shards, tmp_path, changes):
     """SIGKILL of one rank or of all at random moments, start-up too, again and again until the run is done."""
     draw = random.Random(4)
@@ -181,17 +182,18 @@ def one_process_and_others(shards: Path, folder: Path, **changes) -> tuple[Path,
     return alone, moved, said
 
 
-def test_run_goes_on_with_other_ranks(shards, tmp_path):
+@pytest.mark.parametrize("changes", [LAMB, pytest.param({}, marks=pytest.mark.slow)], ids=["LAMB", "AdamW"])
+def test_run_goes_on_with_other_ranks(shards, tmp_path, changes):
     """1 → 4 → 2 → 3 → 1 ranks, 13 instances a step: weights, moments and metrics are those of one process."""
-    alone, moved, said = one_process_and_others(shards, tmp_path)
+    alone, moved, said = one_process_and_others(shards, tmp_path, **changes)
     assert max(relative_difference(alone, moved).values()) < 1e-5
-    changes = (
+    moves = (
         "on 4 ranks (was on 1)",
         "on 2 ranks (was on 4)",
         "on 3 ranks (was on 2)",
         "on 1 rank (was on 3)",
     )
-    assert len(said) == 4 and all(change in line for change, line in zip(changes, said, strict=True))
+    assert len(said) == 4 and all(move in line for move, line in zip(moves, said, strict=True))
     left, right = metrics(alone), metrics(moved)
     assert [line["step"] for line in left if "train/loss" in line] == list(range(1, STEPS + 1))
     for a, b in zip(left, right, strict=True):
