@@ -94,6 +94,10 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     resume = "go on from the newest whole checkpoint; never: refuse if there is one"
     add("--resume", choices=("auto", "never"), default="auto", help=resume)
     add("--log_interval", type=whole_number, default=10, help="steps between points of the curves; 0: none")
+    diagnostics = (
+        "steps between measurements of the updates: norms, update-to-weight and trust ratios; 0: none"
+    )
+    add("--diagnostics_interval", type=whole_number, default=100, help=diagnostics)
     evaluation = "steps between evaluations on held-out shards; 0: only at the end"
     add("--eval_interval", type=whole_number, default=1000, help=evaluation)
     instances = "held-out instances per evaluation at most; 0: all"

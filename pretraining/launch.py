@@ -191,7 +191,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     progress = None
     if recorder:
         progress = ProgressLine(preparation.max_steps, state.step)
-        _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
+        _say_start(preparation, world, going_on, started)
         recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
@@ -238,6 +238,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         schedule=preparation.schedule,
         max_steps=preparation.max_steps,
         log_interval=arguments.log_interval,
+        diagnostics_interval=arguments.diagnostics_interval,
         save_interval=arguments.save_interval,
         eval_interval=arguments.eval_interval,
         eval_instances=arguments.eval_instances,

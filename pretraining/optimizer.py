@@ -218,7 +218,9 @@ def choose_optimizer(settings: OptimizerSettings, device_type: str) -> Optimizer
     """
     if isinstance(settings, LambSettings):
         return OptimizerChoice(
-            "Lamb", "of pretraining, exact under ZeRO, on torch's fused and foreach kernels", _build_lamb
+            "Lamb",
+            "with the trust ratios of whole parameters, in torch's fused and foreach kernels",
+            _build_lamb,
         )
     if device_type != "cuda":
         why = "one vectorised pass over the flat partition"
