@@ -4,7 +4,7 @@ The trust ratio of a parameter needs the norms of the whole parameter and of its
 optimizer slices of parameters (slices.py): one all-reduce of [2, parameters] squared norms per group makes them whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,11 @@ class Lamb(torch.optim.Optimizer):
             zero: the engine's optimizer at ZeRO stage 1 or 2, which holds this one.
         """
         for number, flat in enumerate(zero.single_partition_of_fp32_groups):
-            self._layouts[(id(flat),)] = Layout(Slices.of_partition(zero, number), flat.device)
+            self.set_layout([flat], Layout(Slices.of_partition(zero, number), flat.device))
+
+    def set_layout(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+        """Say where the parameters lie in the tensors of a group; by default each tensor is one."""
+        self._layouts[tuple(map(id, tensors))] = layout
 
     def trust_ratios(self, group: dict[str, Any]) -> Tensor | None:
         """[n] float64: those of the last step, by parameter of the group; None without layer adaptation."""
