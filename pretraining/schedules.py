@@ -135,8 +135,7 @@ def learning_rate(schedule: ScheduleSettings, step: int) -> float:
         is_linear = schedule.warmup_type == "linear"
         rise = number / warmup if is_linear else math.log(number + 1) / math.log(warmup)
         return start + (peak - start) * min(1.0, rise)  # the log of a fraction of steps goes beyond it
-    left = _left(schedule, number, warmup)
-    return peak if left == 1 else end + (peak - end) * left
+    return end + (peak - end) * _left(schedule, number, warmup)
 
 
 def _start_and_end(schedule: WarmupSchedule) -> tuple[float, float]:
