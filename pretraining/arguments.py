@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported where they are needed: --help takes no time
     from pretraining.config import Lowered
     from pretraining.loading import StartingPoint
     from pretraining.model import BertConfig
-    from pretraining.optimizer import ScheduleSettings
+    from pretraining.schedules import ScheduleSettings
 
 PRESET_NAMES = ("tiny", "mini", "small", "medium", "base", "large")
 DEFAULT_MODEL = "base"
@@ -176,7 +176,8 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     from data_prep.shards import ShardSet
     from pretraining.config import lower, read_deepspeed_json
     from pretraining.distributed import machine_capabilities
-    from pretraining.optimizer import refuse_apex_look_alike, schedule_for
+    from pretraining.optimizer import refuse_apex_look_alike
+    from pretraining.schedules import schedule_for
 
     refuse_apex_look_alike()
     settings = read_deepspeed_json(arguments.deepspeed_config)

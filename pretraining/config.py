@@ -15,14 +15,8 @@ from pydantic import Field
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
-from pretraining.optimizer import (
-    SCHEDULES,
-    ConstantSchedule,
-    LambSettings,
-    OptimizerSettings,
-    ScheduleSettings,
-    read_optimizer,
-)
+from pretraining.optimizer import LambSettings, OptimizerSettings, read_optimizer
+from pretraining.schedules import ScheduleSettings, read_schedule
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -111,11 +105,6 @@ class _DataTypes(StrictModel):
     grad_accum_dtype: Literal["fp32"] | None = None
 
 
-class _Scheduler(StrictModel):
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    params: dict[str, Any] = {}
-
-
 @dataclass(frozen=True)
 class DeepSpeedSettings:
     """A DeepSpeed JSON that was found right by itself; what depends on the machine is checked by `lower`.
@@ -178,7 +167,7 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
     }
     notes: list[str] = []
     optimizer = read_optimizer(document.get("optimizer"), errors, notes)
-    schedule = _schedule(document.get("scheduler"), optimizer, errors, notes)
+    schedule = read_schedule(document.get("scheduler"), optimizer and optimizer.lr, errors, notes)
     _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
     if len(enabled) == 2:
@@ -242,34 +231,6 @@ def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: E
             '"zero_optimization.offload_optimizer" needs "zero_force_ds_cpu_optimizer": false at the top level, since '
             "pretraining brings its own optimizer; add it or leave offload_optimizer out"
         )
-
-
-def _schedule(
-    section: Any, optimizer: OptimizerSettings | None, errors: Errors, notes: list[str]
-) -> ScheduleSettings | None:
-    entry = None if section is None else check(_Scheduler, section, "scheduler", errors)
-    schedule = entry and check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
-    if optimizer is None or (section is not None and schedule is None):
-        return None
-    lr = optimizer.lr
-    if schedule is None:
-        return ConstantSchedule(warmup_max_lr=lr)
-    peak = schedule.warmup_max_lr
-    if peak is not None and peak != lr:
-        errors.add(
-            f'"scheduler.params.warmup_max_lr" is {peak:g} but "optimizer.params.lr" is {lr:g}; write the same number '
-            "or leave warmup_max_lr out"
-        )
-    if entry.type == "WarmupDecayLR" and peak is None and lr != 0.001:
-        notes.append(
-            f"scheduler: the warm-up ends at the optimizer's lr {lr:g}, not at DeepSpeed's default 0.001"
-        )
-    total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
-    if total is not None and total <= warmup:
-        errors.add(
-            f'"scheduler.params.total_num_steps" is {total}, not above the warm-up of {warmup}; write more'
-        )
-    return schedule.model_copy(update={"warmup_max_lr": lr})
 
 
 def lower(

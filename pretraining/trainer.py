@@ -22,7 +22,7 @@ from pretraining.distributed import AgreedError, World, all_sum, gradient_accumu
 from pretraining.evaluation import Sums, evaluate
 from pretraining.manifest import TrainState
 from pretraining.metrics import ProgressLine, Recorder
-from pretraining.optimizer import ScheduleSettings, learning_rate
+from pretraining.schedules import ScheduleSettings, learning_rate
 from pretraining.stop import StopFlag
 from pretraining.trouble import HISTORY, check_weights, find_trouble, loss_scale_cannot_fall
 

@@ -32,8 +32,8 @@ from pretraining.distributed import (
     gradient_accumulation,
 )
 from pretraining.model import BertConfig, BertForPreTraining
-from pretraining.optimizer import ConstantSchedule
 from pretraining.order import Order
+from pretraining.schedules import ConstantSchedule
 from pretraining.trainer import RunSettings, Trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

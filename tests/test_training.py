@@ -44,9 +44,10 @@ from pretraining.launch import _batches, _run_settings
 from pretraining.manifest import write_manifest
 from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
-from pretraining.optimizer import learning_rate, parameter_groups
+from pretraining.optimizer import parameter_groups
 from pretraining.order import Order
 from pretraining.run import main
+from pretraining.schedules import learning_rate
 from pretraining.stop import STOP_SIGNALS, StopFlag
 from pretraining.trainer import Trainer
 
