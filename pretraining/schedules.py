@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step, and the "scheduler" of a DeepSpeed JSON.
 
-Three types are DeepSpeed's own, value for value; WarmupPolynomialLR and WarmupStableDecayLR are written in the same
-style. The optimizer's lr is the peak of every schedule, and stands in the JSON once.
+Three types are DeepSpeed's own, value for value; WarmupPolynomialLR, WarmupExponentialLR and WarmupStableDecayLR are
+written in the same style. The optimizer's lr is the peak of every schedule, and stands in the JSON once.
 
 Updates are numbered, from `first_step`, and a rate is a function of the number. DeepSpeed's schedules and the
 original BERT number from 0: the first update runs at the start of the warm-up, the last one just above the end of
@@ -97,6 +97,20 @@ class WarmupPolynomialLR(NumberedSchedule):
     rebase: bool = True
 
 
+class WarmupExponentialLR(DecayingSchedule):
+    """After a warm-up at lr_offset + lr · (n / w)^warmup_degree, update n runs at lr_offset + lr · rate^((n − w) / k).
+
+    The rate is `decay_rate` and k `decay_step`, which are the same in a shorter run. With warmup_degree 2 it is the
+    schedule "EE" of DeepSpeed's BERT (DeepSpeedExamples, bing_bert), whose offset comes on top of the peak too.
+    """
+
+    warmup_type: Literal["linear"] = "linear"
+    warmup_degree: float = Field(1.0, gt=0)
+    decay_rate: float = Field(gt=0, lt=1)
+    decay_step: int = Field(gt=0)
+    lr_offset: float = Field(0.0, ge=0)
+
+
 class WarmupStableDecayLR(NumberedSchedule):
     """A warm-up, then constant, then a decay over the last `decay_num_steps`, or `decay_ratio` of the run.
 
@@ -110,7 +124,8 @@ class WarmupStableDecayLR(NumberedSchedule):
 
 
 _DEEPSPEEDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
-SCHEDULES = {kind.__name__: kind for kind in (*_DEEPSPEEDS, WarmupPolynomialLR, WarmupStableDecayLR)}
+_OURS = (WarmupPolynomialLR, WarmupExponentialLR, WarmupStableDecayLR)
+SCHEDULES = {kind.__name__: kind for kind in (*_DEEPSPEEDS, *_OURS)}
 
 
 class _Scheduler(StrictModel):
@@ -130,12 +145,20 @@ def learning_rate(schedule: ScheduleSettings, step: int) -> float:
     if isinstance(schedule, DecayingSchedule) and schedule.total_num_steps is None:
         raise ValueError("a decaying schedule needs its end: make it with schedule_for")
     number, warmup = step + schedule.first_step, _warmup_steps(schedule)
+    if isinstance(schedule, WarmupExponentialLR):
+        return schedule.lr_offset + peak * _exponential(schedule, number, warmup)
     start, end = _start_and_end(schedule)
     if number < warmup:
         is_linear = schedule.warmup_type == "linear"
         rise = number / warmup if is_linear else math.log(number + 1) / math.log(warmup)
         return start + (peak - start) * min(1.0, rise)  # the log of a fraction of steps goes beyond it
     return end + (peak - end) * _left(schedule, number, warmup)
+
+
+def _exponential(schedule: WarmupExponentialLR, number: int, warmup: float) -> float:
+    if number < warmup:
+        return (number / warmup) ** schedule.warmup_degree
+    return schedule.decay_rate ** ((number - warmup) / schedule.decay_step)
 
 
 def _start_and_end(schedule: WarmupSchedule) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from data_prep.errors import UserError
 from pretraining.config import lower, read_deepspeed_json
 from pretraining.distributed import Capabilities
+from pretraining.schedules import learning_rate, schedule_for
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "ds_configs").glob("*.json"))
 PLAIN_CPU = Capabilities(bf16=None, fp16=False)
@@ -98,6 +99,46 @@ def test_zero2_is_the_paper():
         "linear",
     )
     assert settings.notes == ()
+
+
+RECIPES = {  # batch, algorithm, lr, clipping; rates of some updates, of papers and published scripts
+    "large_lamb_phase1": (
+        65_536,
+        "Lamb",
+        6e-3,
+        1.0,
+        {0: 2.99864551e-6, 1999: 5.99729102e-3, 2000: 5.07589459e-3, 7037: 0},
+    ),
+    "large_lamb_phase2": (32_768, "Lamb", 4e-3, 1.0, {0: 1.99936020e-5, 199: 3.99872041e-3, 1562: 0}),
+    "large_lamb_clamped_phase1": (
+        65_536,
+        "Lamb",
+        11e-3,
+        1.0,
+        {0: 1e-3, 225: 3.75e-3, 450: 12e-3, 950: 9.91e-3},
+    ),
+    "large_lamb_clamped_phase2": (32_768, "Lamb", 2e-3, 1.0, {0: 0, 75: 0.5e-3, 150: 2e-3, 300: 1.8e-3}),
+    "base_adam": (256, "AdamW", 1e-4, 1.0, {0: 0, 5_000: 5e-5, 10_000: 9.9e-5, 999_999: 1e-10}),
+    "large_24h_adam": (4_096, "AdamW", 1e-3, 0.0, {0: 0, 30: 5e-4, 60: 1e-3, 530: 5e-4}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_the_published_ones(repository, name):
+    """Batch, rate, clipping and the schedule's values of each published recipe; LAMB's two ways differ as published."""
+    batch, algorithm, lr, clipping, rates = RECIPES[name]
+    recipe = read_deepspeed_json(repository / "ds_configs" / f"{name}.json")
+    optimizer = recipe.optimizer
+    assert (recipe.train_batch_size, recipe.gradient_clipping) == (batch, clipping)
+    assert (optimizer.algorithm, optimizer.lr, optimizer.weight_decay) == (algorithm, lr, 0.01)
+    schedule, _ = schedule_for(recipe.schedule, recipe.schedule.total_num_steps or 1000)
+    found = {step: learning_rate(schedule, step) for step in rates}
+    assert found == pytest.approx(rates, rel=1e-8, abs=1e-15)
+    if algorithm == "Lamb":
+        is_clamped = "clamped" in name
+        assert optimizer.trust_ratio_clamp == ([0.01, 0.3] if is_clamped else None)
+        assert optimizer.bias_correction is not is_clamped
+        assert optimizer.layer_adaptation_for_no_decay is is_clamped
 
 
 def test_all_errors_come_at_once(errors_of):

@@ -13,6 +13,7 @@ from pretraining.schedules import (
     ConstantSchedule,
     WarmupCosineLR,
     WarmupDecayLR,
+    WarmupExponentialLR,
     WarmupLR,
     WarmupPolynomialLR,
     WarmupStableDecayLR,
@@ -112,6 +113,18 @@ TABLES = {
     "polynomial, the original BERT": (
         WarmupPolynomialLR(**WARMUP, total_num_steps=100, rebase=False),
         {0: 0.0, 9: 0.9, 10: 0.9, 11: 0.89, 50: 0.5, 99: 0.01, 100: 0.0, 500: 0.0},
+    ),
+    "DeepSpeed's phase 1": (
+        WarmupExponentialLR(
+            warmup_max_lr=11e-3,
+            warmup_ratio=0.06,
+            total_num_steps=7500,
+            warmup_degree=2,
+            decay_rate=0.9,
+            decay_step=250,
+            lr_offset=1e-3,
+        ),
+        {0: 1 / 11, 225: 3.75 / 11, 450: 12 / 11, 700: 10.9 / 11, 950: 9.91 / 11, 7500: 1 / 11 + 0.9**28.2},
     ),
     "NVIDIA's phase 1": (
         WarmupPolynomialLR(**NVIDIA, **PHASE_1),
@@ -327,6 +340,12 @@ MINIMAL = {
     "WarmupDecayLR": {"total_num_steps": 2000},
     "WarmupCosineLR": {"total_num_steps": 2000},
     "WarmupPolynomialLR": {"total_num_steps": 2000, "warmup_ratio": 0.1},
+    "WarmupExponentialLR": {
+        "total_num_steps": 2000,
+        "warmup_ratio": 0.1,
+        "decay_rate": 0.9,
+        "decay_step": 250,
+    },
     "WarmupStableDecayLR": {"total_num_steps": 2000, "warmup_num_steps": 9, "decay_ratio": 0.5},
 }
 
@@ -370,7 +389,7 @@ def test_deepspeeds_default_warm_up_is_taken_for_its_types_only():
     ]
 
 
-P, S = "WarmupPolynomialLR", "WarmupStableDecayLR"
+P, E, S = "WarmupPolynomialLR", "WarmupExponentialLR", "WarmupStableDecayLR"
 BAD = [
     ("OneCycle", {}, '"scheduler.type" is "OneCycle"; it should be \'WarmupLR\', \'WarmupDecayLR\''),
     ("LRRangeTest", {}, '"scheduler.type" is "LRRangeTest"; it should be'),
@@ -393,6 +412,10 @@ BAD = [
     (P, {"warmup_ratio": 0.1, "rebase": "no"}, '"scheduler.params.rebase" is "no"; it should be a valid boolean'),
     (P, {"warmup_ratio": 0.1, "decay_ratio": 0.1}, '"scheduler.params.decay_ratio" is unknown'),
     (P, {"warmup_ratio": 0.1, "decay_min_ratio": 1.0}, '"scheduler.params.decay_min_ratio" is 1.0; it should be less'),
+    (E, {"warmup_ratio": 0.1, "decay_step": 9}, '"scheduler.params.decay_rate" is missing'),
+    (E, {"warmup_ratio": 0.1, "decay_rate": 0.9}, '"scheduler.params.decay_step" is missing'),
+    (E, {"warmup_ratio": 0.1, "decay_rate": 1.1, "decay_step": 9}, '"scheduler.params.decay_rate" is 1.1'),
+    (E, {"decay_rate": 0.9, "decay_step": 9}, 'has neither "warmup_num_steps" nor "warmup_ratio"'),
     (S, {"warmup_ratio": 0.1}, 'has neither "decay_num_steps" nor "decay_ratio"'),
     (S, {"warmup_ratio": 0.1, "decay_ratio": 0.1, "decay_num_steps": 3}, '"decay_ratio" are both given'),
     (S, {"warmup_ratio": 0.1, "decay_ratio": 1.5}, '"scheduler.params.decay_ratio" is 1.5; it should be less than 1'),
