@@ -16,12 +16,8 @@ from pydantic import Field
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
-from pretraining.optimizer import (
-    SCHEDULES,
-    ConstantSchedule,
-    OptimizerSettings,
-    ScheduleSettings,
-)
+from pretraining.loss_scale import check_options
+from pretraining.optimizer import SCHEDULES, ConstantSchedule, OptimizerSettings, ScheduleSettings
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -181,6 +177,7 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
     optimizer = _optimizer(document.get("optimizer"), errors, notes)
     schedule = _schedule(document.get("scheduler"), optimizer, errors, notes)
     _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
+    check_options(sections.get("fp16"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
     if len(enabled) == 2:
         errors.add('"fp16" and "bf16" are both enabled; set "enabled" to false in one of them')
