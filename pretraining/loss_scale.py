@@ -1,7 +1,7 @@
 """The loss scale of fp16: one for all of a step, and what a run that goes on keeps of it.
 
-The scale itself is DeepSpeed's DynamicLossScaler's (Micikevicius et al. 2018, "Mixed Precision Training", section
-3.2): it falls when gradients overflow, whose update is skipped, and grows after a window of steps without. But
+The scale itself is DeepSpeed's DynamicLossScaler's: it falls when gradients overflow, whose update is skipped
+(Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), and grows after a window of steps without. But
 ZeRO's step lets it move the scale before the gradients are divided by it. On a step on which the scale grows they
 would be divided by twice what the loss was multiplied by: half of the update would be lost, and half of the norm
 that is clipped.
