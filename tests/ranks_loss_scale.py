@@ -6,7 +6,6 @@ shard set `shards` lies beside OUTPUT. The test holds the expectations.
 
 import itertools
 import json
-import tempfile
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +38,8 @@ from pretraining.trouble import loss_scale_cannot_fall
 
 LR = 0.05
 MICRO_BATCH = 6  # instances, so that each rank's share of 11 takes 2 micro-steps
-SGD = {
-    "optimizer": torch.optim.SGD,
-    "zero_allow_untested_optimizer": True,
-}  # its update is linear in the gradient
+# Its update is linear in the gradient.
+SGD = {"optimizer": torch.optim.SGD, "zero_allow_untested_optimizer": True}
 
 
 def model_of_floats() -> BertForPreTraining:
@@ -289,9 +286,8 @@ def case_going_on(world: World, shards: ShardSet) -> dict:
     with saved.shares() as shares:
         for share in itertools.islice(shares, 3):
             saved.step(share)
-    folder = gather_objects(tempfile.mkdtemp() if world.rank == 0 else None)[0]
-    saved.engine.save_checkpoint(folder, tag="tag", save_latest=False)
-    checkpoint = SimpleNamespace(path=Path(folder) / "tag", world_size=world.world_size)
+    checkpoint = SimpleNamespace(path=shards.folder.with_name("checkpoint"), world_size=world.world_size)
+    saved.engine.save_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name, save_latest=False)
     seen = {"saved": state_of(saved.engine.optimizer)}
     for name, changes in GOING_ON.items():
         run = Run(world, shards, SAVED | changes, clip=1.0)
