@@ -15,6 +15,7 @@ from pydantic import Field
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
+from pretraining.loss_scale import check_options
 from pretraining.optimizer import LambSettings, OptimizerSettings, read_optimizer
 from pretraining.schedules import ScheduleSettings, read_schedule
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
@@ -169,6 +170,7 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
     optimizer = read_optimizer(document.get("optimizer"), errors, notes)
     schedule = read_schedule(document.get("scheduler"), optimizer and optimizer.lr, errors, notes)
     _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
+    check_options(sections.get("fp16"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
     if len(enabled) == 2:
         errors.add('"fp16" and "bf16" are both enabled; set "enabled" to false in one of them')

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from pretraining.distributed import AgreedError
+from pretraining.loss_scale import go_on_with_options
 from pretraining.manifest import Checkpoint
 
 # Names in the file of a rank, by DeepSpeed (deepspeed/checkpoint/constants.py).
@@ -103,16 +104,19 @@ def _partition_sizes(state: dict) -> list[int]:
 def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine; all ranks call it.
 
+    The options of the loss scaler are those that the engine was made with.
+
     Args:
         engine: a DeepSpeed engine at ZeRO stage 1 or 2.
         checkpoint: of any number of ranks.
         rank, world_size: of this process.
     """
-    same_layout = checkpoint.world_size == world_size
+    same_layout, asked = checkpoint.world_size == world_size, engine.optimizer.loss_scaler
     # Without optimizer states DeepSpeed does not ask for the number of ranks.
     load_files(engine, checkpoint, load_optimizer_states=same_layout)
     if not same_layout:
         load_optimizer(engine, rank, repartitioned(engine, checkpoint, rank))
+    go_on_with_options(engine.optimizer, asked)
 
 
 def load_files(engine, checkpoint: Checkpoint, **options: bool) -> None:

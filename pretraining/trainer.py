@@ -20,6 +20,7 @@ from pretraining.data import StepShare
 from pretraining.diagnostics import Diagnostics
 from pretraining.distributed import AgreedError, World, all_sum, gradient_accumulation, raise_together
 from pretraining.evaluation import Sums, evaluate
+from pretraining.loss_scale import hold_loss_scale
 from pretraining.manifest import TrainState
 from pretraining.metrics import ProgressLine, Recorder
 from pretraining.schedules import ScheduleSettings, learning_rate
@@ -205,6 +206,7 @@ class Trainer:
         micro_steps = len(share.micro_batches)
         # Beyond it this rank would reduce gradients more often than the others, and hang or train something else.
         assert 1 <= micro_steps <= self.settings.max_micro_steps
+        hold_loss_scale(self.engine.optimizer)
         with gradient_accumulation(self.engine, self.settings.max_micro_steps):
             for micro_step, micro_batch in enumerate(share.micro_batches):
                 if self.progress:

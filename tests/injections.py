@@ -72,6 +72,19 @@ def allow_fp16() -> None:
     import_deepspeed().accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
+def tiny_in_fp16(infinite: dict[int, int]) -> None:
+    """fp16 on a processor, which is slow at it: "tiny" is made smaller.
+
+    The loss of the global batch that holds a position is infinite on its rank of `infinite`, and on no other.
+    """
+    from pretraining import model
+
+    allow_fp16()
+    model.PRESETS["tiny"] = (1, 16, 2)
+    for position, rank in infinite.items():
+        scale_losses({position: float("inf")}, rank)
+
+
 def small_spikes() -> None:
     """Two losses after three are enough for a spike."""
     from pretraining import trouble

@@ -234,6 +234,29 @@ def test_no_key_of_deepspeeds_own_sections_is_unknown(read, name):
     assert read(document(**{name: section})).sections[name]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hysteresis": 0}, '"fp16.hysteresis" is 0, with which the loss scale never falls; write 1'),
+        ({"hysteresis": 1}, None),
+        ({"initial_scale_power": 3, "min_loss_scale": 8}, None),
+        ({"initial_scale_power": 3, "min_loss_scale": 9}, '2^3, is not between "fp16.min_loss_scale" 9 and'),
+        ({"initial_scale_power": -1}, "2^-1, is not between"),
+        ({"initial_scale_power": 2000}, "2^2000, is not between"),
+        ({"initial_scale_power": 2000, "hysteresis": 0, "loss_scale": 128}, None),
+        ({"initial_scale_power": 2000, "hysteresis": 0, "enabled": False}, None),
+    ],
+)
+def test_a_loss_scale_that_cannot_work_is_refused(read, errors_of, changes, message):
+    """What DeepSpeed takes and then overflows for ever or stops with a traceback; only where scaling is dynamic."""
+    content = document(fp16={"enabled": True} | changes)
+    if message is None:
+        assert read(content)
+    else:
+        (sentence,) = errors_of(content)
+        assert message in sentence
+
+
 def test_what_is_switched_off_asks_for_nothing(read):
     """Leftovers such as "tensorboard": {"enabled": false} are no reason to stop."""
     settings = read(
