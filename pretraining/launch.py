@@ -37,6 +37,7 @@ from pretraining.optimizer import choose_optimizer, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
 from pretraining.phase import load_phase, next_phase
 from pretraining.repartition import load
+from pretraining.slices import fill_partitions
 from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
 from pretraining.trouble import FOLDER as TROUBLE_FOLDER
@@ -279,6 +280,8 @@ def _make_engine(preparation: Preparation, world: World):
     choice = choose_optimizer(lowered.optimizer, lowered.optimizer_device)
     groups = parameter_groups(model, lowered.optimizer.weight_decay)
     optimizer = choice.build(groups, lowered.optimizer)
+    is_fp32 = lowered.precision == "fp32"
+    originals = {} if is_fp32 else {id(p): p.detach().clone() for p in model.parameters()}
     deepspeed = import_deepspeed()
     # Its warning is of optimizers that do not know the partitions.
     deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
@@ -288,6 +291,8 @@ def _make_engine(preparation: Preparation, world: World):
         config=lowered.engine_config,
         dist_init_required=False,
     )
+    if originals:
+        fill_partitions(engine.optimizer, originals)
     if isinstance(optimizer, Lamb):
         optimizer.shard(engine.optimizer)
     if lowered.max_micro_steps > 1:
