@@ -31,8 +31,8 @@ from pretraining.checkpoint import TrainState
 from pretraining.distributed import World, accumulate_in_fp32, gather_objects
 from pretraining.loss_scale import hold_loss_scale
 from pretraining.model import BertConfig, BertForPreTraining
-from pretraining.optimizer import ConstantSchedule, ScheduleSettings, WarmupLR
 from pretraining.repartition import load
+from pretraining.schedules import ConstantSchedule, ScheduleSettings, WarmupLR
 from pretraining.trainer import RunSettings, Trainer
 from pretraining.trouble import loss_scale_cannot_fall
 
