@@ -221,7 +221,7 @@ def choose_optimizer(settings: OptimizerSettings, device_type: str) -> Optimizer
             "Lamb", "of pretraining, exact under ZeRO, on torch's fused and foreach kernels", _build_lamb
         )
     if device_type != "cuda":
-        why = "one vectorised pass over the flat partition"
+        why = "one vectorised pass over each tensor"
         return OptimizerChoice("torch.optim.AdamW(fused=True)", why, _build_torch)
     apex_fault = _apex_fault()
     if apex_fault is None:
