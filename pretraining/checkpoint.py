@@ -99,6 +99,7 @@ class Checkpoints:
         manifest = {
             "format_version": FORMAT_VERSION,
             "world_size": self.world_size,
+            "whole_optimizer": not engine.zero_optimization(),
             "train_state": asdict(state),
             "identity": self.identity,
         }

@@ -19,6 +19,7 @@ from pretraining.loss_scale import check_options
 from pretraining.optimizer import LambSettings, OptimizerSettings, read_optimizer
 from pretraining.schedules import ScheduleSettings, read_schedule
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
+from pretraining.zero_section import check_zero
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -28,6 +29,7 @@ PASSED_THROUGH = (
 )
 _MASTERS = "it needs DeepSpeed's own CPU optimizer and trains less exactly; leave it out"
 _OLD_OFFLOAD = 'this is the old name; write "offload_optimizer": {"device": "cpu"}'
+_MOVES = "it moves parameters, and a run could not go on with other ranks or at another stage; leave it out"
 _CLAMP = 'write "trust_ratio_clamp": [min_coeff, max_coeff] instead'
 _REFUSED_AT_TOP = {  # reason: keys
     'DeepSpeed has dropped apex; write "fp16" or "bf16"': "amp",
@@ -50,7 +52,7 @@ _REFUSED_AT_TOP = {  # reason: keys
 REFUSED = {
     "": {key: reason for reason, keys in _REFUSED_AT_TOP.items() for key in keys.split()},
     "zero_optimization": {
-        "round_robin_gradients": "a run could not go on with another number of ranks; leave it out",
+        **dict.fromkeys(("round_robin_gradients", "parameter_alignment"), _MOVES),
         "offload_param": "it is for stage 3 only; leave it out",
         "zenflow": "it reduces gradients in its own way; leave it out",
         "legacy_stage1": "DeepSpeed has removed it; leave it out",
@@ -90,7 +92,7 @@ class _Document(StrictModel):
     gradient_clipping: float = Field(1.0, ge=0)  # 1.0 is DeepSpeed's default; 0 switches clipping off
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None = None
-    zero_optimization: dict[str, Any]
+    zero_optimization: dict[str, Any] = {}
     fp16: dict[str, Any] = {}
     bf16: dict[str, Any] = {}
     data_types: dict[str, Any] = {}
@@ -169,11 +171,14 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
     notes: list[str] = []
     optimizer = read_optimizer(document.get("optimizer"), errors, notes)
     schedule = read_schedule(document.get("scheduler"), optimizer and optimizer.lr, errors, notes)
-    _check_zero(sections.get("zero_optimization"), document.get("zero_force_ds_cpu_optimizer"), errors)
     check_options(sections.get("fp16"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
     if len(enabled) == 2:
         errors.add('"fp16" and "bf16" are both enabled; set "enabled" to false in one of them')
+    forced = document.get("zero_force_ds_cpu_optimizer")
+    sections["zero_optimization"] = check_zero(
+        sections.get("zero_optimization"), forced, enabled, errors, notes
+    )
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & document.keys():
         errors.add('"train_batch_size" is missing; write the number of instances of one optimizer step')
     if (
@@ -214,27 +219,6 @@ def _check_deepspeed(document: dict[str, Any], name: str, errors: Errors) -> dic
     return {key: value for key, value in section.items() if key not in REFUSED.get(name, {})}
 
 
-def _check_zero(zero: dict[str, Any] | None, force_cpu_optimizer: Any, errors: Errors) -> None:
-    if zero is None:
-        return
-    if zero.get("stage", 0) in (0, 3):
-        errors.add(
-            f'"zero_optimization.stage" is {zero.get("stage", 0)}; gradients are reduced once per step at stages 1 and '
-            "2 only, and a BERT needs no stage 3; write 2"
-        )
-    offload = zero.get("offload_optimizer")
-    device = offload.get("device") if isinstance(offload, dict) else None
-    if device == "nvme":
-        errors.add(
-            '"zero_optimization.offload_optimizer.device" is "nvme"; write "cpu" or leave the object out'
-        )
-    if device == "cpu" and force_cpu_optimizer is not False:
-        errors.add(
-            '"zero_optimization.offload_optimizer" needs "zero_force_ds_cpu_optimizer": false at the top level, since '
-            "pretraining brings its own optimizer; add it or leave offload_optimizer out"
-        )
-
-
 def lower(
     settings: DeepSpeedSettings,
     *,
@@ -262,7 +246,8 @@ def lower(
             notes.append(f"communication_data_type: gradients are reduced in {precision}, like the rest")
         if precision == "bf16":
             sections["bf16"] = {"enabled": True}
-    if sections["zero_optimization"]["stage"] == 1 and precision != "fp32" and "data_types" in sections:
+    stage = sections["zero_optimization"]["stage"]
+    if stage == 1 and precision != "fp32" and "data_types" in sections:
         errors.add(
             f'"data_types.grad_accum_dtype" with stage 1 and {precision} is another optimizer class in DeepSpeed; '
             "leave data_types out (micro-steps are summed in fp32 anyway) or write stage 2"
@@ -276,7 +261,7 @@ def lower(
         "train_batch_size": micro_batch * world_size,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.gradient_clipping,
+        "gradient_clipping": settings.gradient_clipping if stage else 0.0,  # at stage 0 `Unsharded` clips
         "steps_per_print": NEVER,
         **sections,
     }

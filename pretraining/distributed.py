@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -350,11 +350,21 @@ def gradient_accumulation(engine, max_micro_steps: int) -> AbstractContextManage
     are reduced once, when the context ends; ranks may then run unequal numbers of micro-steps (at least one).
 
     Args:
-        engine: a DeepSpeed engine at ZeRO stage 1 or 2 with gradient_accumulation_steps 1.
+        engine: a DeepSpeed engine with gradient_accumulation_steps 1, at ZeRO stage 1 or 2, or in fp32 at 0.
         max_micro_steps: the largest number on any rank (`Lowered.max_micro_steps`). All ranks must give the
             same number, since the two ways do not communicate alike.
     """
-    return contextlib.nullcontext() if max_micro_steps == 1 else engine.coalesce_grad_reduction()
+    if max_micro_steps == 1:
+        return contextlib.nullcontext()
+    return engine.coalesce_grad_reduction() if engine.zero_optimization() else _reduced_at_the_end(engine)
+
+
+@contextlib.contextmanager
+def _reduced_at_the_end(engine) -> Iterator[None]:
+    """What DeepSpeed's coalesce_grad_reduction does, which refuses stage 0."""
+    with engine.no_sync():
+        yield
+    engine.allreduce_gradients()
 
 
 def accumulate_in_fp32(engine) -> None:

@@ -59,9 +59,9 @@ def _memory_lines(
     """Memory of one rank in bytes by use.
 
     Model states after Rajbhandari et al. 2020 (ZeRO), section 3.1: parameters, gradients, and 12 bytes per
-    parameter for the fp32 copy and both moments, divided by the ranks. Activations after Korthikanti et al.
-    2022, section 4.1: 34·s·b·h + 5·a·s²·b bytes per layer in 16 bits; here s·b are real tokens at most, and no
-    score matrix is kept where attention is fused, so the second term is an upper bound.
+    parameter for the fp32 copy and both moments, divided by the ranks; without ZeRO the moments alone, on each rank.
+    Activations after Korthikanti et al. 2022, section 4.1: 34·s·b·h + 5·a·s²·b bytes per layer in 16 bits; here s·b
+    are real tokens at most, and no score matrix is kept where attention is fused, so the second term is an upper bound.
     """
     parameters = config.num_parameters()
     width = BYTES[lowered.precision]
@@ -71,11 +71,12 @@ def _memory_lines(
     per_layer = 34 * tokens * config.hidden_size + 5 * config.num_attention_heads * tokens * seq_len
     masked = round(tokens * masked_lm_prob)
     stage = lowered.engine_config["zero_optimization"]["stage"]
+    optimizer = parameters * 12 // world_size if stage else parameters * 8
     gradient_width = 4 if lowered.max_micro_steps > 1 else width
     uses = {
         "parameters": parameters * width,
         "gradients": parameters * gradient_width,
-        f"optimizer (ZeRO-{stage})": parameters * 12 // (world_size if stage else 1),
+        f"optimizer ({f'ZeRO-{stage}' if stage else 'whole'})": optimizer,
         "activations": config.num_hidden_layers * per_layer * width // 2,
         "vocabulary scores": masked * config.padded_vocab_size * (width + 4),
     }

@@ -42,6 +42,7 @@ from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
 from pretraining.trouble import FOLDER as TROUBLE_FOLDER
 from pretraining.trouble import TroubleError, go_back
+from pretraining.unsharded import Unsharded
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -293,7 +294,9 @@ def _make_engine(preparation: Preparation, world: World):
     )
     if originals:
         fill_partitions(engine.optimizer, originals)
-    if isinstance(optimizer, Lamb):
+    if not engine.zero_optimization():
+        engine.optimizer = Unsharded(optimizer, lowered.gradient_clipping)
+    elif isinstance(optimizer, Lamb):
         optimizer.shard(engine.optimizer)
     if lowered.max_micro_steps > 1:
         accumulate_in_fp32(engine)

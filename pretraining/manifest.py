@@ -96,6 +96,15 @@ class Checkpoint:
         """The number of ranks that saved it."""
         return self.manifest["world_size"]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has saved its part of the optimizer, as under ZeRO; else rank 0 has saved all of it."""
+        return not _has_whole_optimizer(self.manifest)
+
+
+def _has_whole_optimizer(manifest: dict) -> bool:
+    return manifest.get("whole_optimizer", False)
+
 
 def step_of(path: Path) -> int:
     """The step that the name of a checkpoint's folder says."""
@@ -141,17 +150,16 @@ def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
         raise ValueError("it does not say what its files hold")
     if not isinstance(manifest["identity"], dict) or not isinstance(manifest["world_size"], int):
         raise ValueError("it does not say what run it belongs to")
-    _check_names([name for name, _ in entries], manifest["world_size"])
+    parts = 0 if _has_whole_optimizer(manifest) else manifest["world_size"]
+    _check_names([name for name, _ in entries], parts)
     return manifest, entries
 
 
-def _check_names(names: list[str], world_size: int) -> None:
+def _check_names(names: list[str], parts: int) -> None:
     """Each file of a checkpoint must be named, or its absence would go unnoticed."""
     found = [int(match[1]) for name in names if (match := OPTIMIZER_STATES.fullmatch(name))]
-    if MODEL_STATES not in names or sorted(found) != list(range(world_size)):
-        raise ValueError(
-            f"it does not name {MODEL_STATES} and the optimizer states of each of {world_size} ranks"
-        )
+    if MODEL_STATES not in names or sorted(found) != list(range(parts)):
+        raise ValueError(f"it does not name {MODEL_STATES} and the optimizer states of {parts} ranks")
 
 
 def fault_of(path: Path, entry: dict) -> list[str]:

@@ -122,7 +122,7 @@ def choose_optimizer(settings: OptimizerSettings, device_type: str) -> Optimizer
             _build_lamb,
         )
     if device_type != "cuda":
-        why = "one vectorised pass over the flat partition"
+        why = "one vectorised pass over each tensor"
         return OptimizerChoice("torch.optim.AdamW(fused=True)", why, _build_torch)
     apex_fault = _apex_fault()
     if apex_fault is None:

@@ -29,7 +29,14 @@ from pretraining.manifest import (
     read_manifest,
 )
 from pretraining.model import BertConfig
-from pretraining.repartition import MOMENTS, WEIGHTS, load_files, load_optimizer, repartitioned
+from pretraining.repartition import (
+    MOMENTS,
+    WEIGHTS,
+    load_files,
+    load_optimizer,
+    optimizer_state,
+    repartitioned,
+)
 
 
 def phase_start(
@@ -103,7 +110,7 @@ def load_phase(engine, checkpoint: Checkpoint, world: World, *, keep_moments: bo
     """Load weights, and moments if asked for, into a new engine; of any number of ranks; a collective call.
 
     Args:
-        engine: a DeepSpeed engine at ZeRO stage 1 or 2, whose hyper-parameters and loss scaler stay.
+        engine: a DeepSpeed engine as for `repartition.load`, whose hyper-parameters and loss scaler stay.
         checkpoint: of the earlier phase.
         world: this rank.
         keep_moments: else they are zero.
@@ -114,12 +121,13 @@ def load_phase(engine, checkpoint: Checkpoint, world: World, *, keep_moments: bo
     run = checkpoint.path.parent.parent
     Checkpoints(run, {}, world.rank, world.world_size, gather_objects, print).whole(checkpoint.path)
     load_files(engine, checkpoint, load_module_only=True, load_optimizer_states=False)
-    theirs, ours = repartitioned(engine, checkpoint, world.rank), engine.optimizer.state_dict()
+    theirs, ours = repartitioned(engine, checkpoint, world.rank), optimizer_state(engine)
     state = ours | {WEIGHTS: theirs[WEIGHTS]}
     if keep_moments:
         state[MOMENTS] = ours[MOMENTS] | {"state": theirs[MOMENTS]["state"]}
     load_optimizer(engine, world.rank, state)
-    engine.optimizer.update_lp_params()  # an earlier phase in 16 bits has rounded the model's own
+    if engine.zero_optimization():
+        engine.optimizer.update_lp_params()  # an earlier phase in 16 bits has rounded the model's own
     if keep_moments:
         _set_step(engine.optimizer.optimizer, theirs, keep_step)
 

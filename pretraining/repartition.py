@@ -4,12 +4,13 @@ ZeRO-1 and 2 lay the parameters of a group end to end, pad the end and cut the l
 (Rajbhandari et al. 2020, "ZeRO", section 5). The fp32 weights and the moments are kept in these partitions; what
 else an optimizer keeps is the same on all ranks. Another number of ranks changes the padding and the cuts and
 nothing else, so each rank can read its own piece of the line out of the files as they are: nothing is converted
-on the disk, and nothing half converted can be left behind.
+on the disk, and nothing half converted can be left behind. Without ZeRO (unsharded.py) the line is in one piece.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from pretraining.distributed import AgreedError
 from pretraining.loss_scale import go_on_with_options
-from pretraining.manifest import Checkpoint
+from pretraining.manifest import MODEL_STATES, Checkpoint
 
 # Names in the file of a rank, by DeepSpeed (deepspeed/checkpoint/constants.py).
 STATES, MOMENTS, WEIGHTS = "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"
@@ -101,17 +102,49 @@ def _partition_sizes(state: dict) -> list[int]:
     return [len(own) + padding for own, padding in zip(state[WEIGHTS], state[PADDINGS], strict=True)]
 
 
+def as_partition(weights: Sequence[Sequence[Tensor]], state: dict[str, Any]) -> dict[str, Any]:
+    """A whole optimizer as the one partition of one rank under ZeRO.
+
+    Args:
+        weights: the parameters of each group.
+        state: of an optimizer of these, as its `state_dict` gives it.
+    """
+    moments, groups = {}, []
+    for number, (group, tensors) in enumerate(zip(state["param_groups"], weights, strict=True)):
+        states = [state["state"].get(index, {}) for index in group["params"]]
+        moments[number] = {
+            name: _line([each[name] for each in states])
+            if isinstance(value, Tensor) and value.shape == tensors[0].shape
+            else value
+            for name, value in states[0].items()
+        }
+        groups.append({**group, "params": [number]})
+    return {
+        MOMENTS: {"state": moments, "param_groups": groups},
+        WEIGHTS: [_line(tensors) for tensors in weights],
+        PADDINGS: [0] * len(groups),
+    }
+
+
+def _line(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine; all ranks call it.
 
     The options of the loss scaler are those that the engine was made with.
 
     Args:
-        engine: a DeepSpeed engine at ZeRO stage 1 or 2.
-        checkpoint: of any number of ranks.
+        engine: a DeepSpeed engine at ZeRO stage 1 or 2, or without ZeRO with an `Unsharded` optimizer.
+        checkpoint: of any number of ranks, with or without ZeRO.
         rank, world_size: of this process.
     """
-    same_layout, asked = checkpoint.world_size == world_size, engine.optimizer.loss_scaler
+    is_sharded = engine.zero_optimization()
+    same_layout = checkpoint.is_sharded == is_sharded and (
+        not is_sharded or checkpoint.world_size == world_size
+    )
+    asked = engine.optimizer.loss_scaler
     # Without optimizer states DeepSpeed does not ask for the number of ranks.
     load_files(engine, checkpoint, load_optimizer_states=same_layout)
     if not same_layout:
@@ -128,17 +161,60 @@ def load_files(engine, checkpoint: Checkpoint, **options: bool) -> None:
         raise UserError(f"{checkpoint.path}: DeepSpeed found nothing to load in it")
 
 
-def load_optimizer(engine, rank: int, state: dict) -> None:
-    """Load an optimizer state that is cut for this rank."""
+def optimizer_state(engine) -> dict[str, Any]:
+    """What the engine's optimizer holds on this rank, in the form of ZeRO's."""
+    return engine.optimizer.state_dict() if engine.zero_optimization() else engine.optimizer.partition()
+
+
+def load_optimizer(engine, rank: int, state: dict[str, Any]) -> None:
+    """Load an optimizer state that is cut for this rank; what it does not hold stays as it is."""
+    if not engine.zero_optimization():
+        engine.optimizer.load_partition(state)
+        return
     engine.optimizer.load_state_dict(
-        {rank: state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
+        {rank: optimizer_state(engine) | state}, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
     )
 
 
-def repartitioned(engine, checkpoint: Checkpoint, rank: int) -> dict:
+def repartitioned(engine, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """The optimizer state of a checkpoint as `rank` of the engine's layout would have saved it."""
+    if not engine.zero_optimization():
+        rank = 0
+
+    @functools.cache
+    def state_of(saved_rank: int) -> dict[str, Any]:
+        if not checkpoint.is_sharded:
+            return _whole_state(engine, checkpoint)
+        (path,) = checkpoint.path.glob(f"*zero_pp_rank_{saved_rank}_mp_rank_00_optim_states.pt")
+        return _read(path)[STATES]
+
+    ranks = checkpoint.world_size if checkpoint.is_sharded else 1
+    return repartition(state_of, ranks, _groups(engine), rank)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # Mapped, so that of each file only the pieces that are needed are read.
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _whole_state(engine, checkpoint: Checkpoint) -> dict[str, Any]:
+    saved = _read(checkpoint.path / MODEL_STATES)
     optimizer = engine.optimizer
-    groups = [
+    groups = (
+        optimizer.bit16_groups
+        if engine.zero_optimization()
+        else [group["params"] for group in optimizer.param_groups]
+    )
+    weights = [[saved["module"][engine.param_names[value]] for value in group] for group in groups]
+    return as_partition(weights, saved["optimizer"])
+
+
+def _groups(engine) -> list[Group]:
+    optimizer = engine.optimizer
+    if not engine.zero_optimization():
+        numels = [sum(value.numel() for value in group["params"]) for group in optimizer.param_groups]
+        return [Group(numel, numel) for numel in numels]
+    return [
         Group(offsets[-1] + meta[-1].numel(), size)
         for offsets, meta, size in zip(
             optimizer.round_robin_bit16_offsets,
@@ -147,11 +223,3 @@ def repartitioned(engine, checkpoint: Checkpoint, rank: int) -> dict:
             strict=True,
         )
     ]
-
-    @functools.cache
-    def state_of(saved_rank: int) -> dict:
-        (path,) = checkpoint.path.glob(f"*zero_pp_rank_{saved_rank}_mp_rank_00_optim_states.pt")
-        # Mapped, so that of each file only the pieces that are needed are read.
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)[STATES]
-
-    return repartition(state_of, checkpoint.world_size, groups, rank)

@@ -35,8 +35,10 @@ from pretraining.model import BertConfig, BertForPreTraining
 from pretraining.order import Order
 from pretraining.schedules import ConstantSchedule
 from pretraining.trainer import RunSettings, Trainer
+from pretraining.unsharded import Unsharded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WHOLE = {"zero_optimization": {"stage": 0}}
 BATCH, FEATURES, CLASSES, STEPS = 24, 12, 5, 3
 # With a large eps the update is smooth in the gradient, so that errors of the gradient stay visible in size.
 ADAMW = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.01, "fused": True}
@@ -85,10 +87,16 @@ def make_engine(world: World, model: torch.nn.Module, precision: str = "fp32", *
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
+    config |= changes
+    is_whole = config["zero_optimization"]["stage"] == 0
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config | changes, dist_init_required=False
-    )[0]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, dist_init_required=False,
+        config=config | ({"gradient_clipping": 0.0} if is_whole else {}),
+    )  # fmt: skip
+    if is_whole:
+        engine.optimizer = Unsharded(optimizer, CLIP)
+    return engine
 
 
 def parameters_of(model: torch.nn.Module) -> torch.Tensor:
@@ -142,6 +150,7 @@ def difference(world: World, micro_steps: int, precision: str = "fp32", **change
 def case_equal_to_the_whole_batch(world: World) -> dict:
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     variants = {
+        "stage 0": WHOLE,
         "stage 1": {"zero_optimization": {"stage": 1}},
         "stage 2": {},
         "small buckets": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": True}},
@@ -152,23 +161,28 @@ def case_equal_to_the_whole_batch(world: World) -> dict:
             world, micro_steps, precision, **changes
         )
         for name, changes in variants.items()
-        for precision in ("fp32", "bf16")
+        for precision in (("fp32",) if changes is WHOLE else ("fp32", "bf16"))
         for micro_steps in (1, 4)
     }
 
 
 def case_unequal_micro_steps(world: World) -> dict:
     # 24 instances on 3 ranks are 8 each; ranks cut them into 4, 2 and 3 pieces.
-    engine = make_engine(world, make_model())
-    pieces = (4, 2, 3)[world.rank % 3]
-    for step in range(STEPS):
-        features, labels = batch_of(step)
-        with gradient_accumulation(engine, 4):
-            for piece in torch.arange(world.rank, BATCH, world.world_size).tensor_split(pieces):
-                loss = F.cross_entropy(engine(features[piece]), labels[piece], reduction="sum")
-                engine.backward(loss * world.world_size / BATCH)
-        engine.step()
-    return {"parameters": float((parameters_of(engine.module) - train_whole_batches()[0]).abs().max())}
+    pieces, ends = (4, 2, 3)[world.rank % 3], {}
+    for name, changes in (("ZeRO-2", {}), ("whole", WHOLE)):
+        engine = make_engine(world, make_model(), **changes)
+        for step in range(STEPS):
+            features, labels = batch_of(step)
+            with gradient_accumulation(engine, 4):
+                for piece in torch.arange(world.rank, BATCH, world.world_size).tensor_split(pieces):
+                    loss = F.cross_entropy(engine(features[piece]), labels[piece], reduction="sum")
+                    engine.backward(loss * world.world_size / BATCH)
+            engine.step()
+        ends[name] = parameters_of(engine.module)
+    expected, norms = train_whole_batches()
+    differences = {name: float((end - expected).abs().max()) for name, end in ends.items()}
+    between = float((ends["whole"] - ends["ZeRO-2"]).abs().max())
+    return differences | {"between": between, "least norm": min(norms)}
 
 
 @contextmanager
@@ -193,7 +207,7 @@ def case_reductions_per_step(world: World) -> dict:
     features, _ = batch_of(0)
     several = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 300}}
     counts = {}
-    for buckets, changes in (("one bucket", {}), ("several buckets", several)):
+    for buckets, changes in (("one bucket", {}), ("several buckets", several), ("whole", WHOLE)):
         for name, micro_steps, context in (("one", 1, True), ("six", 6, True), ("six without", 6, False)):
             engine = make_engine(world, make_model(), **changes)
             with (
@@ -391,9 +405,10 @@ def case_overflow(world: World) -> dict:
 
     get_accelerator().is_fp16_supported = lambda: True
     seen = {}
-    for precision in ("fp32", "bf16", "fp16"):
+    for name in ("whole", "fp32", "bf16", "fp16"):
+        precision = "fp32" if name == "whole" else name
         scaler = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-        changes = {"fp16": scaler} if precision == "fp16" else {}
+        changes = {"whole": WHOLE, "fp16": {"fp16": scaler}}.get(name, {})
         engine = make_engine(world, make_model(), precision, **changes)
         accumulate_in_fp32(engine)
         steps = []
@@ -415,7 +430,7 @@ def case_overflow(world: World) -> dict:
             steps.append(
                 [engine.was_step_applied(), moved, engine.skipped_steps, engine.optimizer.loss_scale]
             )
-        seen[precision] = steps
+        seen[name] = steps
     return seen
 
 

@@ -62,6 +62,9 @@ class _Engine:
         self.model = model
         self.checkpoint_engine = None
 
+    def zero_optimization(self) -> bool:
+        return True
+
     def save_checkpoint(self, folder: str, tag: str, client_state: dict, save_latest: bool) -> None:
         self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
         content = {"module": self.model.state_dict(), **client_state}

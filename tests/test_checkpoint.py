@@ -151,6 +151,22 @@ def test_a_manifest_must_name_the_files_of_all_ranks(run, absent):
     assert alone(run).newest_whole().state.step == 4
 
 
+def test_a_whole_optimizer_has_no_file_of_its_own(run):
+    """Without ZeRO the model's file is all of a checkpoint; another number of files than the manifest says is not whole."""
+    path = folder_of(run, 8)
+    content, _ = read_manifest(path)
+    assert content["whole_optimizer"] is False
+    model_only = {MODEL_STATES: content["files"][MODEL_STATES]}
+    for whole, files, step in (
+        (True, model_only, 8),
+        (True, content["files"], 4),
+        (False, model_only, 4),
+        (True, {}, 4),
+    ):
+        write_manifest(path, content | {"world_size": 3, "whole_optimizer": whole, "files": files})
+        assert alone(run).newest_whole().state.step == step
+
+
 def test_a_writer_without_memory_publishes_nothing(home, run, monkeypatch):
     """A thread that ends by any error, not only of the disk's, ends the save; the older checkpoints stay."""
 

@@ -397,14 +397,37 @@ def test_offload_runs_the_optimizer_on_the_cpu(read, errors_of):
     assert lowered.engine_config["zero_force_ds_cpu_optimizer"] is False
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_stages_without_a_reduction_per_step_are_refused(errors_of, stage):
-    """Stages 0 and 3 are refused with one sentence, and so is a file without a stage."""
-    (sentence,) = errors_of(document(zero_optimization={"stage": stage}))
-    assert f'"zero_optimization.stage" is {stage}' in sentence
-    assert '"zero_optimization" is missing' in errors_of(document(zero_optimization=None))[0]
-    for stageless in ({}, {"overlap_comm": True}):
-        assert '"zero_optimization.stage" is 0' in errors_of(document(zero_optimization=stageless))[0]
+@pytest.mark.parametrize("zero", [{"stage": 0}, None, {"stage": 0, "overlap_comm": True}])
+def test_stage_0_is_a_whole_optimizer_in_fp32(read, errors_of, zero):
+    """Stage 0, written or by a missing section, trains in fp32; DeepSpeed does not clip there, and what it cannot use is said."""
+    settings = read(document(zero_optimization=zero, gradient_clipping=0.5, fp16={"enabled": False}))
+    lowered = lower(settings, world_size=2, device="cpu", capabilities=PLAIN_CPU)
+    assert lowered.engine_config["zero_optimization"] == {"stage": 0}
+    assert lowered.engine_config["gradient_clipping"] == 0.0 and lowered.gradient_clipping == 0.5
+    unused = [note for note in settings.notes if "overlap_comm" in note]
+    assert len(unused) == len(settings.notes) == (zero is not None and len(zero) > 1)
+    for name in ("fp16", "bf16"):  # fp16 is refused on this machine too, which would train it in fp32
+        (sentence,) = errors_of(document(zero_optimization=zero, **{name: {"enabled": True}}))
+        assert '"zero_optimization.stage" is 0' in sentence and "other optimizer classes" in sentence
+        assert f"write 1 or 2, or leave {name} out" in sentence
+
+
+def test_other_stages_are_refused(errors_of):
+    """Stage 3, a section that forgets its stage, and offload at stage 0 are one sentence each, with what to write."""
+    offload = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+    for zero, found, advice in (
+        ({"stage": 3}, '"zero_optimization.stage" is 3', "write 2"),
+        ({}, '"zero_optimization.stage" is missing', "write 1 or 2, or 0"),
+        ({"overlap_comm": True}, '"zero_optimization.stage" is missing', "write 1 or 2, or 0"),
+        (offload, '"zero_optimization.offload_optimizer" is for stages 1 and 2', "write stage 2"),
+        (
+            {"stage": 2, "parameter_alignment": True},
+            '"zero_optimization.parameter_alignment"',
+            "leave it out",
+        ),
+    ):
+        (sentence,) = errors_of(document(zero_optimization=zero))
+        assert found in sentence and advice in sentence
 
 
 def test_the_schedule_ends_its_warm_up_at_the_optimizers_rate(read):

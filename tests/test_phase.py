@@ -48,7 +48,7 @@ def home(tmp_path_factory) -> Path:
     return home
 
 
-def second(home: Path, output: Path, *options: str) -> list[str]:
+def second(home: Path, output: Path, *options: str, stage: int = 2) -> list[str]:
     """Arguments of a second phase in fp32 with another sequence length, batch, schedule and optimizer."""
     output.parent.mkdir(parents=True, exist_ok=True)
     config = deepspeed_json(
@@ -57,6 +57,7 @@ def second(home: Path, output: Path, *options: str) -> list[str]:
         scheduler=None,
         train_batch_size=BATCH,
         gradient_clipping=CLIP,
+        zero_optimization={"stage": stage},
     )
     fixed = ("--phase_from", str(home / "first"), "--dropout", "0", "--save_interval", "1", "--keep", "9")
     given = arguments(home / "64", output, *fixed, "--max_steps", "1", *options, config=config)
@@ -153,12 +154,14 @@ def test_moments_go_on_with_other_ranks_and_the_curve_too(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "step"), [(("--phase_step", "reset"), 1), (("--phase_optimizer", "fresh"), 1)]
+    ("options", "step", "stage"),
+    [(("--phase_step", "reset"), 1, 2), (("--phase_optimizer", "fresh"), 1, 0)],
 )
-def test_moments_or_steps_begin_anew(home, tmp_path, options, step):
-    """The first step of the second phase is the hand-made one: moments kept with a new bias correction, or zero."""
+def test_moments_or_steps_begin_anew(home, tmp_path, options, step, stage):
+    """The first step of the second phase is the hand-made one: moments kept with a new bias correction, or zero and
+    without ZeRO from now on, whose weights are the first phase's of fp32."""
     output = tmp_path / "run"
-    argv = second(home, output, *options)
+    argv = second(home, output, *options, stage=stage)
     run(argv, 1, tmp_path / "logs")
     kept = optimizer_lines(checkpoint(home / "first", STEPS))
     moments = zeros(kept) if "fresh" in options else kept
@@ -168,6 +171,21 @@ def test_moments_or_steps_begin_anew(home, tmp_path, options, step):
     assert found["step"] == 1
     other = hand_made_step(home, argv, kept, STEPS + 1)
     assert float((found["weights"].detach() - other).abs().max()) > 1e-5
+
+
+def test_phases_with_and_without_zero(home, tmp_path):
+    """ZeRO-2 on 2 ranks → whole optimizers, moments kept → ZeRO-2 on 2 ranks, which hold what was left to the last bit."""
+    whole, output, dump = tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "dump"
+    argv = second(home, whole, stage=0)
+    run(argv, 1, tmp_path / "logs")
+    left = optimizer_lines(checkpoint(home / "first", STEPS))
+    found = optimizer_lines(checkpoint(whole, 1))
+    assert float((found["weights"] - hand_made_step(home, argv, left, STEPS + 1)).abs().max()) < 1e-6
+    assert found["step"] == STEPS + 1
+    argv = second(home, output, "--phase_from", str(whole))
+    run(argv, 2, tmp_path / "logs", partial(injections.dump_at_start, dump))
+    right = optimizer_lines(checkpoint(whole, 1), dump)
+    assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in found)
 
 
 def test_what_does_not_fit_the_first_phase_is_refused(home, tmp_path):

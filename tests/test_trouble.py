@@ -67,12 +67,15 @@ def train_state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "checkpoint.json").read_text())["train_state"]
 
 
-def test_a_run_goes_back_and_on_without_the_bad_batches(shards, tmp_path):
-    """NaN on one rank of two in steps 5 and 7, SIGKILL after the second rollback: all is that of a run that was told."""
+@pytest.mark.parametrize("stage", [2, 0])
+def test_a_run_goes_back_and_on_without_the_bad_batches(shards, tmp_path, stage):
+    """NaN on one rank of two in steps 5 and 7, SIGKILL after the second rollback: all is that of a run that was told,
+    with ZeRO and without."""
+    zero = {"zero_optimization": {"stage": stage}}
     told, hit = tmp_path / "a" / "run", tmp_path / "b" / "run"
     skipped = [(52, 65), (91, 104)]
-    run(program(shards, told), 2, tmp_path / "logs", partial(injections.skip_from_the_start, skipped))
-    argv = program(shards, hit)
+    run(program(shards, told, **zero), 2, tmp_path / "logs", partial(injections.skip_from_the_start, skipped))
+    argv = program(shards, hit, **zero)
     ranks = Ranks(argv, 2, tmp_path / "logs", partial(injections.scale_losses, {54: NAN, 95: NAN}, rank=1))
     ranks.signal_when(lambda: "rollback 2" in status(hit)["reason"], signal.SIGKILL)
     assert ranks.wait() == [-signal.SIGKILL] * 2

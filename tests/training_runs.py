@@ -11,7 +11,7 @@ import psutil
 import torch
 from forked_ranks import free_port
 
-from pretraining.repartition import MOMENTS, STATES, WEIGHTS, Group, repartition
+from pretraining.repartition import MOMENTS, STATES, WEIGHTS, Group, as_partition, repartition
 
 BATCH, MICRO_BATCH, STEPS = 13, 4, 8
 
@@ -127,7 +127,8 @@ def flat(value) -> list:
 
 def assert_checkpoints_equal(left: Path, right: Path) -> None:
     names = sorted(path.name for path in left.glob("*.pt"))
-    assert names == sorted(path.name for path in right.glob("*.pt")) and len(names) == 3
+    # Of two ranks, or of any number without ZeRO.
+    assert names == sorted(path.name for path in right.glob("*.pt")) and len(names) in (1, 3)
     for name in names:
         a, b = (flat(torch.load(folder / name, weights_only=False)) for folder in (left, right))
         assert len(a) == len(b)
@@ -141,20 +142,24 @@ def optimizer_lines(folder: Path, states: Path | None = None) -> dict[str, torch
 
     Args:
         folder: a checkpoint.
-        states: another folder with optimizer states of the same model.
+        states: another folder with optimizer states of the same model, under ZeRO.
     """
     states = states or folder
     ranks = len(list(states.glob("*zero_pp_rank_*")))
+    saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
+    groups = [
+        [value for value in saved["module"].values() if (value.dim() > 1) == matrix]
+        for matrix in (True, False)
+    ]
 
     def state_of(rank: int) -> dict:
+        if not ranks:
+            return as_partition(groups, saved["optimizer"])
         (path,) = states.glob(f"*zero_pp_rank_{rank}_*")
         return torch.load(path, weights_only=False)[STATES]
 
-    module = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"].values()
-    numels = [
-        sum(value.numel() for value in module if (value.dim() > 1) == matrix) for matrix in (True, False)
-    ]
-    state = repartition(state_of, ranks, [Group(numel, numel) for numel in numels], 0)
+    numels = [sum(value.numel() for value in group) for group in groups]
+    state = repartition(state_of, max(1, ranks), [Group(numel, numel) for numel in numels], 0)
     moments = state[MOMENTS]["state"]
     lines = {
         name: torch.cat([moments[group][name] for group in range(2)]) for name in ("exp_avg", "exp_avg_sq")
