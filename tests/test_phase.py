@@ -21,6 +21,7 @@ from data_prep.run import main as data_prep
 from pretraining.arguments import parse_arguments, prepare
 from pretraining.checkpoint import Checkpoint, TrainState
 from pretraining.data import TrainingBatches
+from pretraining.loading import load_pretrained
 from pretraining.model import BertForPreTraining
 from pretraining.order import Order
 from pretraining.phase import next_phase
@@ -182,6 +183,9 @@ def test_phases_with_and_without_zero(home, tmp_path):
     found = optimizer_lines(checkpoint(whole, 1))
     assert float((found["weights"] - hand_made_step(home, argv, left, STEPS + 1)).abs().max()) < 1e-6
     assert found["step"] == STEPS + 1
+    # As export.py, fill_mask.py and fine_tuning/ read it.
+    weights = list(load_pretrained(whole).state_dict.items())
+    assert torch.equal(in_groups(weights), found["weights"])
     argv = second(home, output, "--phase_from", str(whole))
     run(argv, 2, tmp_path / "logs", partial(injections.dump_at_start, dump))
     right = optimizer_lines(checkpoint(whole, 1), dump)

@@ -676,6 +676,19 @@ def test_dry_run_says_what_will_be(shards, tmp_path, capsys, monkeypatch):
     assert not output.exists()
 
 
+def test_dry_run_counts_what_each_rank_holds(shards, tmp_path, capsys):
+    """Of AdamW under ZeRO-2 in fp32 each of 3 ranks holds a third of the weights and both moments; without, both moments."""
+    found = {}
+    for stage, name in ((2, "ZeRO-2"), (0, "whole")):
+        config = deepspeed_json(tmp_path, zero_optimization={"stage": stage})
+        options = [*arguments(shards, tmp_path / "run", config=config), "--model", "large"]
+        preparation = prepare(parse_arguments(options), 3)
+        (line,) = (line for line in preparation.describe(3) if line.startswith("memory per rank"))
+        found[stage] = float(line.partition(f"optimizer ({name}) ")[2].split(",")[0])
+    parameters = preparation.config.num_parameters() / 1e9
+    assert found == {2: pytest.approx(4 * parameters, abs=0.01), 0: pytest.approx(8 * parameters, abs=0.01)}
+
+
 def test_help_explains_every_option(capsys):
     """Every option has a text, and --help needs neither torch nor DeepSpeed."""
     with pytest.raises(SystemExit):
