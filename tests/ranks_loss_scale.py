@@ -86,7 +86,7 @@ class Run:
             seed=0, seq_len=LONGEST, train_batch_size=ENCODER_BATCH, micro_batch_size=MICRO_BATCH,
             micro_batch_tokens=None, max_micro_steps=2, spike_factor=0,
             schedule=schedule or ConstantSchedule(warmup_max_lr=LR), max_steps=10**6, log_interval=1, save_interval=0,
-            eval_interval=0, eval_instances=0, keep=1, keep_every=0,
+            eval_interval=0, eval_instances=0, keep=1, keep_every=0, diagnostics_interval=0,
         )  # fmt: skip
         self.lines: list[dict] = []
         self.trainer = Trainer(
@@ -96,7 +96,7 @@ class Run:
             TrainState(0, 6, 16, ""),
             SimpleNamespace(is_written=False),
             shards,
-            SimpleNamespace(record=lambda step, values: self.lines.append(values)),
+            SimpleNamespace(record=lambda step, values, histograms: self.lines.append(values)),
             None,
             SimpleNamespace(raised=lambda: False),
         )
@@ -286,7 +286,9 @@ def case_going_on(world: World, shards: ShardSet) -> dict:
     with saved.shares() as shares:
         for share in itertools.islice(shares, 3):
             saved.step(share)
-    checkpoint = SimpleNamespace(path=shards.folder.with_name("checkpoint"), world_size=world.world_size)
+    checkpoint = SimpleNamespace(
+        path=shards.folder.with_name("checkpoint"), world_size=world.world_size, is_sharded=True
+    )
     saved.engine.save_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name, save_latest=False)
     seen = {"saved": state_of(saved.engine.optimizer)}
     for name, changes in GOING_ON.items():
