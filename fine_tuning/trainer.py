@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from data_prep.counter_rng import Stream, key
 from fine_tuning.features import Features, epoch_batches, select
 from pretraining.micro_batches import Instances, cut_micro_batches
-from pretraining.optimizer import (
-    AdamWSettings,
-    WarmupDecayLR,
-    choose_optimizer,
-    learning_rate,
-    parameter_groups,
-)
+from pretraining.optimizer import AdamWSettings, choose_optimizer, parameter_groups
+from pretraining.schedules import WarmupDecayLR, learning_rate
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported where they are needed: --help takes no time
     from pretraining.config import Lowered
     from pretraining.loading import StartingPoint
     from pretraining.model import BertConfig
-    from pretraining.optimizer import ScheduleSettings
+    from pretraining.schedules import ScheduleSettings
 
 PRESET_NAMES = ("tiny", "mini", "small", "medium", "base", "large")
 DEFAULT_MODEL = "base"
@@ -94,6 +94,10 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     resume = "go on from the newest whole checkpoint; never: refuse if there is one"
     add("--resume", choices=("auto", "never"), default="auto", help=resume)
     add("--log_interval", type=whole_number, default=10, help="steps between points of the curves; 0: none")
+    diagnostics = (
+        "steps between measurements of the updates: norms, update-to-weight and trust ratios; 0: none"
+    )
+    add("--diagnostics_interval", type=whole_number, default=100, help=diagnostics)
     evaluation = "steps between evaluations on held-out shards; 0: only at the end"
     add("--eval_interval", type=whole_number, default=1000, help=evaluation)
     instances = "held-out instances per evaluation at most; 0: all"
@@ -172,7 +176,8 @@ def prepare(arguments: argparse.Namespace, world_size: int) -> Preparation:
     from data_prep.shards import ShardSet
     from pretraining.config import lower, read_deepspeed_json
     from pretraining.distributed import machine_capabilities
-    from pretraining.optimizer import refuse_apex_look_alike, schedule_for
+    from pretraining.optimizer import refuse_apex_look_alike
+    from pretraining.schedules import schedule_for
 
     refuse_apex_look_alike()
     settings = read_deepspeed_json(arguments.deepspeed_config)

@@ -15,14 +15,9 @@ from pydantic import Field
 
 from data_prep.errors import UserError
 from pretraining.distributed import Capabilities, import_deepspeed
-from pretraining.optimizer import (
-    SCHEDULES,
-    ConstantSchedule,
-    LambSettings,
-    OptimizerSettings,
-    ScheduleSettings,
-    read_optimizer,
-)
+from pretraining.loss_scale import check_options
+from pretraining.optimizer import LambSettings, OptimizerSettings, read_optimizer
+from pretraining.schedules import ScheduleSettings, read_schedule
 from pretraining.strict_json import Errors, StrictModel, check, parse, refuse_auto
 from pretraining.zero_section import check_zero
 
@@ -113,11 +108,6 @@ class _DataTypes(StrictModel):
     grad_accum_dtype: Literal["fp32"] | None = None
 
 
-class _Scheduler(StrictModel):
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    params: dict[str, Any] = {}
-
-
 @dataclass(frozen=True)
 class DeepSpeedSettings:
     """A DeepSpeed JSON that was found right by itself; what depends on the machine is checked by `lower`.
@@ -180,7 +170,8 @@ def _interpret(document: dict[str, Any], errors: Errors) -> DeepSpeedSettings:
     }
     notes: list[str] = []
     optimizer = read_optimizer(document.get("optimizer"), errors, notes)
-    schedule = _schedule(document.get("scheduler"), optimizer, errors, notes)
+    schedule = read_schedule(document.get("scheduler"), optimizer and optimizer.lr, errors, notes)
+    check_options(sections.get("fp16"), errors)
     enabled = [name for name in ("fp16", "bf16") if (sections.get(name) or {}).get("enabled")]
     if len(enabled) == 2:
         errors.add('"fp16" and "bf16" are both enabled; set "enabled" to false in one of them')
@@ -226,34 +217,6 @@ def _check_deepspeed(document: dict[str, Any], name: str, errors: Errors) -> dic
         if section.get(key) is False:
             errors.add(f'"{name}.{key}" is false; {reason}; leave it out')
     return {key: value for key, value in section.items() if key not in REFUSED.get(name, {})}
-
-
-def _schedule(
-    section: Any, optimizer: OptimizerSettings | None, errors: Errors, notes: list[str]
-) -> ScheduleSettings | None:
-    entry = None if section is None else check(_Scheduler, section, "scheduler", errors)
-    schedule = entry and check(SCHEDULES[entry.type], entry.params, "scheduler.params", errors)
-    if optimizer is None or (section is not None and schedule is None):
-        return None
-    lr = optimizer.lr
-    if schedule is None:
-        return ConstantSchedule(warmup_max_lr=lr)
-    peak = schedule.warmup_max_lr
-    if peak is not None and peak != lr:
-        errors.add(
-            f'"scheduler.params.warmup_max_lr" is {peak:g} but "optimizer.params.lr" is {lr:g}; write the same number '
-            "or leave warmup_max_lr out"
-        )
-    if entry.type == "WarmupDecayLR" and peak is None and lr != 0.001:
-        notes.append(
-            f"scheduler: the warm-up ends at the optimizer's lr {lr:g}, not at DeepSpeed's default 0.001"
-        )
-    total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
-    if total is not None and total <= warmup:
-        errors.add(
-            f'"scheduler.params.total_num_steps" is {total}, not above the warm-up of {warmup}; write more'
-        )
-    return schedule.model_copy(update={"warmup_max_lr": lr})
 
 
 def lower(

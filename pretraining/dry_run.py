@@ -4,6 +4,7 @@ import numpy as np
 
 from pretraining.config import Lowered
 from pretraining.model import BertConfig
+from pretraining.optimizer import choose_optimizer
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -20,10 +21,12 @@ def describe(
     notes: list[str],
 ) -> list[str]:
     """Lines for the user."""
+    optimizer = choose_optimizer(lowered.optimizer, lowered.optimizer_device)
     return [
         *_model_lines(config),
         *_batch_lines(lowered, shard_set, world_size, max_steps),
         *_memory_lines(config, lowered, seq_len, masked_lm_prob, world_size),
+        f"optimizer: {optimizer.name}: {optimizer.why}",
         *(f"note: {note}" for note in notes),
     ]
 

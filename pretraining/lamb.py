@@ -1,139 +1,24 @@
 """LAMB: You et al. 2019, "Large Batch Optimization for Deep Learning", algorithm 2; exact under ZeRO-1 and 2.
 
-The trust ratio of a parameter needs the norms of the whole parameter and of its whole update, but ZeRO gives the
-optimizer one flat tensor per group and rank, in which parameters lie end to end and are cut at the borders. The places
-of the parameters are known, so each rank sums the squares of its slices, and one all-reduce of [2, parameters] numbers
-gives all ranks the norms.
+The trust ratio of a parameter needs the norms of the whole parameter and of its whole update, and ZeRO gives the
+optimizer slices of parameters (slices.py): one all-reduce of [2, parameters] squared norms per group makes them whole.
 """
 
-import itertools
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from pretraining.slices import Layout, Slices
+
 # After so many steps Adam's bias corrections are exactly 1 for any betas that float32 tells from 1.
 NO_BIAS_CORRECTION = 1e9
-# Numbers that a CPU works on at once, so that what one kernel leaves is still in the cache for the next.
-CPU_CHUNK = 1048576
-# On a CPU torch sums the squares of a float32 tensor in float32: of 31 million numbers the norm is off by 2e-3, of a
-# piece of this length by 1e-6 at most. CUDA kernels cut into pieces by themselves.
-CPU_PIECE = 32_768
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Where the parameters of one group lie in the tensors that the optimizer holds.
-
-    Attributes:
-        parameters: their number n, on all ranks together.
-        slices: for each tensor, of its slices end to end from its start, the number of the parameter and the length;
-            what is left of the tensor is padding.
-        process_group: the ranks that hold the other slices; None if every parameter is whole.
-    """
-
-    parameters: int
-    slices: list[list[tuple[int, int]]]
-    process_group: Any = None
-
-    @classmethod
-    def of_whole(cls, tensors: Sequence[Tensor]) -> "Slices":
-        """Each tensor is a parameter."""
-        return cls(len(tensors), [[(number, tensor.numel())] for number, tensor in enumerate(tensors)])
-
-    @classmethod
-    def of_partition(cls, zero, group: int) -> "Slices":
-        """The one tensor is this rank's partition of a group.
-
-        Args:
-            zero: DeepSpeed's ZeRO optimizer at stage 1 or 2, without round-robin gradients.
-            group: its number.
-        """
-        process_group, size = zero.real_dp_process_group[group], zero.partition_size[group]
-        start = torch.distributed.get_rank(process_group) * size
-        slices, place = [], 0
-        offsets, metas = zero.round_robin_bit16_offsets[group], zero.round_robin_bit16_meta[group]
-        for number, (offset, meta) in enumerate(zip(offsets, metas, strict=True)):
-            assert offset == place, "the parameters do not lie end to end"
-            place += meta.numel()
-            length = min(place, start + size) - max(offset, start)
-            if length > 0:
-                slices.append((number, length))
-        return cls(len(metas), [slices], process_group)
-
-
-class _Layout:
-    """How the tensors of a group are cut for the work on them.
-
-    A chunk is worked on at once, a part is what a tensor gives to it, and a piece is of one parameter.
-
-    Attributes:
-        slices: what is cut.
-        chunks: for each chunk the range of its parts and that of its pieces.
-        numbers: [pieces] int64, the parameter of each piece.
-    """
-
-    def __init__(self, slices: Slices, device: torch.device):
-        piece_size, chunk_size = (
-            (CPU_PIECE, CPU_CHUNK) if device.type == "cpu" else (sys.maxsize, sys.maxsize)
-        )
-        self.slices = slices
-        cuts = list(_cut(slices, piece_size, chunk_size))
-        self.numbers = torch.tensor([cut.parameter for cut in cuts], dtype=torch.int64, device=device)
-        tensors = range(len(slices.slices))
-        self._pieces = [[cut.length for cut in cuts if cut.tensor == tensor] for tensor in tensors]
-        parts = [list(group) for _, group in itertools.groupby(cuts, key=lambda cut: (cut.tensor, cut.chunk))]
-        self._parts = [
-            [sum(cut.length for cut in part) for part in parts if part[0].tensor == tensor]
-            for tensor in tensors
-        ]
-        self.chunks = []
-        part_stop = piece_stop = 0
-        for _, group in itertools.groupby(parts, key=lambda part: part[0].chunk):
-            part_start, piece_start = part_stop, piece_stop
-            for part in group:
-                part_stop, piece_stop = part_stop + 1, piece_stop + len(part)
-            self.chunks.append((slice(part_start, part_stop), slice(piece_start, piece_stop)))
-
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All parts, as 1-D views."""
-        return _split(tensors, self._parts)
-
-    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All pieces, as 1-D views, in the order of `numbers`."""
-        return _split(tensors, self._pieces)
-
-
-class _Cut(NamedTuple):
-    tensor: int
-    chunk: int
-    parameter: int
-    length: int
-
-
-def _cut(slices: Slices, piece_size: int, chunk_size: int) -> Iterator[_Cut]:
-    done = 0
-    for tensor, of_tensor in enumerate(slices.slices):
-        for parameter, length in of_tensor:
-            while length:
-                piece = min(length, piece_size, chunk_size - done % chunk_size)
-                yield _Cut(tensor, done // chunk_size, parameter, piece)
-                length, done = length - piece, done + piece
-
-
-def _split(tensors: Sequence[Tensor], lengths: list[list[int]]) -> list[Tensor]:
-    views: list[Tensor] = []
-    for tensor, of_tensor in zip(tensors, lengths, strict=True):
-        views += tensor.view(-1)[: sum(of_tensor)].split(of_tensor)
-    return views
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB with float32 states named as torch's AdamW names them.
+    """LAMB with float32 states named as torch's AdamW names them; the parameters of a group are stepped together.
 
     A group may have `"layer_adaptation": False`: its parameters take Adam's step at the plain learning rate, as those
     without weight decay do in NVIDIA's BERT.
@@ -166,8 +51,8 @@ class Lamb(torch.optim.Optimizer):
         defaults |= {"bias_correction": bias_correction, "grad_averaging": grad_averaging}
         defaults |= {"trust_ratio_clamp": trust_ratio_clamp, "layer_adaptation": True}
         super().__init__(params, defaults)
-        # By the first tensor of a group: groups are saved, layouts belong to the ranks of this run.
-        self._layouts: dict[int, _Layout] = {}
+        # By the tensors of a group, and not in it: groups are saved, layouts belong to the ranks of this run.
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._trust_ratios: dict[int, Tensor] = {}
 
     def shard(self, zero) -> None:
@@ -177,7 +62,11 @@ class Lamb(torch.optim.Optimizer):
             zero: the engine's optimizer at ZeRO stage 1 or 2, which holds this one.
         """
         for number, flat in enumerate(zero.single_partition_of_fp32_groups):
-            self._layouts[id(flat)] = _Layout(Slices.of_partition(zero, number), flat.device)
+            self.set_layout([flat], Layout(Slices.of_partition(zero, number), flat.device))
+
+    def set_layout(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+        """Say where the parameters lie in the tensors of a group; by default each tensor is one."""
+        self._layouts[tuple(map(id, tensors))] = layout
 
     def trust_ratios(self, group: dict[str, Any]) -> Tensor | None:
         """[n] float64: those of the last step, by parameter of the group; None without layer adaptation."""
@@ -218,17 +107,18 @@ class Lamb(torch.optim.Optimizer):
                 norms[1].extend(torch._foreach_norm(descent_pieces[pieces]))
         torch._foreach_add_([state["step"] for state in states], 1)
         if group["layer_adaptation"]:
-            ratios = self._trust_ratios[id(weights[0])] = _trust_ratios(group, layout, norms)
+            ratios = _trust_ratios(group, *layout.combine(*norms))
+            self._trust_ratios[id(weights[0])] = ratios
             factors = ratios[layout.numbers].to(weights[0].dtype).unbind()
         for parts, pieces in layout.chunks:
             if group["layer_adaptation"]:
                 torch._foreach_mul_(descent_pieces[pieces], factors[pieces])
             torch._foreach_add_(weight_parts[parts], descent_parts[parts], alpha=group["lr"])
 
-    def _layout(self, weights: list[Tensor]) -> _Layout:
-        key = id(weights[0])
+    def _layout(self, weights: list[Tensor]) -> Layout:
+        key = tuple(map(id, weights))
         if key not in self._layouts:
-            self._layouts[key] = _Layout(Slices.of_whole(weights), weights[0].device)
+            self._layouts[key] = Layout(Slices.of_whole(weights), weights[0].device)
         return self._layouts[key]
 
     def _state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -277,15 +167,8 @@ def _descend(
         torch._foreach_add_(gradients, weights, alpha=-group["weight_decay"])
 
 
-def _trust_ratios(group: dict[str, Any], layout: _Layout, norms: tuple[list[Tensor], list[Tensor]]) -> Tensor:
-    """[n] float64: the ratios of a group's parameters, from the norms of this rank's pieces of weights and updates."""
-    squares = torch.zeros(2, layout.slices.parameters, dtype=torch.float64, device=layout.numbers.device)
-    for row, of_pieces in zip(squares, norms, strict=True):
-        if of_pieces:
-            row.index_add_(0, layout.numbers, torch.stack(of_pieces).double().square())
-    if layout.slices.process_group is not None:
-        torch.distributed.all_reduce(squares, group=layout.slices.process_group)
-    weight_norms, update_norms = squares.sqrt()
+def _trust_ratios(group: dict[str, Any], weight_norms: Tensor, update_norms: Tensor) -> Tensor:
+    """[n] float64: ‖x‖ / ‖r + λx‖; 1 where one of them is zero."""
     ratios = weight_norms / update_norms
     if group["trust_ratio_clamp"]:
         ratios = ratios.clamp(*group["trust_ratio_clamp"])

@@ -37,6 +37,7 @@ from pretraining.optimizer import choose_optimizer, parameter_groups
 from pretraining.order import DEFAULT_LANES, DEFAULT_WINDOW, Order
 from pretraining.phase import load_phase, next_phase
 from pretraining.repartition import load
+from pretraining.slices import fill_partitions
 from pretraining.stop import StopFlag
 from pretraining.trainer import RunSettings, Trainer
 from pretraining.trouble import FOLDER as TROUBLE_FOLDER
@@ -192,7 +193,7 @@ def _build(preparation: Preparation, world: World, stop: StopFlag, started: floa
     progress = None
     if recorder:
         progress = ProgressLine(preparation.max_steps, state.step)
-        _say_start(preparation, world, [f"optimizer: {optimizer_name}", *going_on], started)
+        _say_start(preparation, world, going_on, started)
         recorder.note("run", f"started at step {state.step} on {world.world_size} ranks", state.global_step)
     return Trainer(
         engine, world, _run_settings(preparation), state, checkpoints, shard_set, recorder, progress, stop
@@ -239,6 +240,7 @@ def _run_settings(preparation: Preparation) -> RunSettings:
         schedule=preparation.schedule,
         max_steps=preparation.max_steps,
         log_interval=arguments.log_interval,
+        diagnostics_interval=arguments.diagnostics_interval,
         save_interval=arguments.save_interval,
         eval_interval=arguments.eval_interval,
         eval_instances=arguments.eval_instances,
@@ -279,6 +281,8 @@ def _make_engine(preparation: Preparation, world: World):
     choice = choose_optimizer(lowered.optimizer, lowered.optimizer_device)
     groups = parameter_groups(model, lowered.optimizer.weight_decay)
     optimizer = choice.build(groups, lowered.optimizer)
+    is_fp32 = lowered.precision == "fp32"
+    originals = {} if is_fp32 else {id(p): p.detach().clone() for p in model.parameters()}
     deepspeed = import_deepspeed()
     # Its warning is of optimizers that do not know the partitions.
     deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
@@ -288,6 +292,8 @@ def _make_engine(preparation: Preparation, world: World):
         config=lowered.engine_config,
         dist_init_required=False,
     )
+    if originals:
+        fill_partitions(engine.optimizer, originals)
     if not engine.zero_optimization():
         engine.optimizer = Unsharded(optimizer, lowered.gradient_clipping)
     elif isinstance(optimizer, Lamb):

@@ -11,8 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_prep.shards import write_atomically
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS = "metrics.jsonl"
 STATUS = "status.json"
@@ -48,8 +52,10 @@ class Recorder:
         self.close()
         self._open(step)
 
-    def record(self, step: int, values: dict[str, float]) -> None:
-        """Write one line and one point of each curve; "/" in a name groups curves in TensorBoard.
+    def record(
+        self, step: int, values: dict[str, float], histograms: "dict[str, torch.Tensor] | None" = None
+    ) -> None:
+        """Write one line and one point of each curve, and histograms; "/" in a name groups curves in TensorBoard.
 
         What is not finite (the gradient norm of a skipped step) is null in the line: JSON has no such number.
         """
@@ -58,6 +64,8 @@ class Recorder:
         self._file.flush()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        for name, numbers in (histograms or {}).items():
+            self._writer.add_histogram(name, numbers, step)
 
     def note(self, name: str, text: str, step: int) -> None:
         """A text beside the curves."""

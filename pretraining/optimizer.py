@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate: parameter groups, the fused kernels of this machine, pure schedules.
+"""The optimizer: parameter groups, the fused kernels of this machine.
 
 AdamW: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, which is what BERT
 trains with (Devlin et al. 2019, appendix A.2), with the bias correction of Kingma & Ba 2015. LAMB is in lamb.py.
@@ -7,7 +7,6 @@ trains with (Devlin et al. 2019, appendix A.2), with the bias correction of King
 import importlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -58,106 +57,6 @@ OPTIMIZERS = {"adam": AdamWSettings, "adamw": AdamWSettings, "lamb": LambSetting
 class _Optimizer(StrictModel):
     type: str
     params: dict[str, Any]
-
-
-class ScheduleSettings(StrictModel):
-    """ "params" of the JSON's "scheduler", with DeepSpeed's names and defaults; lengths in optimizer steps.
-
-    `warmup_max_lr` is the optimizer's lr once the file has been read. `total_num_steps` is None where the
-    schedule has no end, or gets it from the length of the run.
-    """
-
-    warmup_num_steps: int = Field(1000, gt=0)
-    warmup_type: Literal["log", "linear"] = "log"
-    warmup_max_lr: float | None = Field(None, gt=0)
-    total_num_steps: None = None
-
-
-class ConstantSchedule(ScheduleSettings):
-    """No "scheduler" entry: the optimizer's lr from the first step on."""
-
-
-class WarmupLR(ScheduleSettings):
-    """A warm-up, then constant."""
-
-    warmup_min_lr: float = Field(0.0, ge=0)
-
-
-class WarmupDecayLR(ScheduleSettings):
-    """A warm-up, then a linear decay from there to `warmup_min_lr` at the last step."""
-
-    warmup_min_lr: float = Field(0.0, ge=0)
-    total_num_steps: int | None = Field(None, gt=0)
-
-
-class WarmupCosineLR(ScheduleSettings):
-    """A warm-up, then half a cosine; the ratios are of the optimizer's lr."""
-
-    warmup_min_ratio: float = Field(0.0, ge=0)
-    cos_min_ratio: float = Field(0.0001, ge=0)
-    total_num_steps: int | None = Field(None, gt=0)
-
-
-SCHEDULES = {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
-
-
-def learning_rate(schedule: ScheduleSettings, step: int) -> float:
-    """The learning rate of the update that follows `step` applied updates (0 for the first).
-
-    The values are those of DeepSpeed's scheduler of the same name at `last_batch_iteration = step`, so the first
-    update runs at the start of the warm-up, as in the original BERT. Skipped updates do not count as steps.
-    """
-    peak = schedule.warmup_max_lr
-    if isinstance(schedule, ConstantSchedule):
-        return peak
-    is_cosine = isinstance(schedule, WarmupCosineLR)
-    least = schedule.warmup_min_ratio * peak if is_cosine else schedule.warmup_min_lr
-    warmup = max(2, schedule.warmup_num_steps)  # DeepSpeed's floor: log(1) would divide by zero
-    if step < warmup:
-        is_linear = schedule.warmup_type == "linear"
-        rise = step / warmup if is_linear else math.log(step + 1) / math.log(warmup)
-        return least + (peak - least) * rise
-    if isinstance(schedule, WarmupLR):
-        return peak
-    if schedule.total_num_steps is None:
-        raise ValueError("a decaying schedule needs its end: make it with schedule_for")
-    length = max(1, schedule.total_num_steps - warmup)
-    if not is_cosine:
-        return least + (peak - least) * max(0.0, (schedule.total_num_steps - step) / length)
-    least = schedule.cos_min_ratio * peak
-    progress = min(1.0, (step - warmup + 1) / length)
-    return least + (peak - least) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def schedule_for(schedule: ScheduleSettings, max_steps: int | None) -> tuple[ScheduleSettings, str | None]:
-    """Fit the schedule to a run of `max_steps` steps (None: as long as the schedule itself).
-
-    A decay ends with the run. The warm-up keeps its share of the schedule but is never longer than written.
-    Returns the schedule and a sentence that says what was changed, or None.
-    """
-    total = schedule.total_num_steps
-    if not isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) or (total and max_steps in (None, total)):
-        return schedule, None
-    if max_steps is None:
-        raise UserError(
-            "scheduler.params.total_num_steps is absent, and a decaying schedule needs an end: write it, or give "
-            "--max_steps"
-        )
-    warmup = schedule.warmup_num_steps
-    if total is not None:
-        warmup = min(warmup, max(1, round(warmup * max_steps / total)))
-    elif warmup >= max_steps:
-        raise UserError(
-            f"scheduler.params.warmup_num_steps is {warmup} but --max_steps is {max_steps}: write fewer warm-up steps, "
-            "or total_num_steps so that the warm-up can shrink in proportion"
-        )
-    fitted = schedule.model_copy(update={"total_num_steps": max_steps, "warmup_num_steps": warmup})
-    if total is None:
-        return fitted, None
-    return fitted, (
-        f"schedule: --max_steps {max_steps} replaces total_num_steps {total}, and the warm-up is {warmup} steps "
-        f"(written: {schedule.warmup_num_steps})"
-    )
 
 
 def read_optimizer(section: Any, errors: Errors, notes: list[str]) -> OptimizerSettings | None:
@@ -218,7 +117,9 @@ def choose_optimizer(settings: OptimizerSettings, device_type: str) -> Optimizer
     """
     if isinstance(settings, LambSettings):
         return OptimizerChoice(
-            "Lamb", "of pretraining, exact under ZeRO, on torch's fused and foreach kernels", _build_lamb
+            "Lamb",
+            "with the trust ratios of whole parameters, in torch's fused and foreach kernels",
+            _build_lamb,
         )
     if device_type != "cuda":
         why = "one vectorised pass over each tensor"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from pretraining.distributed import AgreedError
+from pretraining.loss_scale import go_on_with_options
 from pretraining.manifest import MODEL_STATES, Checkpoint
 
 # Names in the file of a rank, by DeepSpeed (deepspeed/checkpoint/constants.py).
@@ -132,12 +133,14 @@ def _line(tensors: Sequence[Tensor]) -> Tensor:
 def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     """Load parameters, optimizer and loss scaler of a checked checkpoint into the engine; all ranks call it.
 
+    The options of the loss scaler are those that the engine was made with.
+
     Args:
         engine: a DeepSpeed engine at ZeRO stage 1 or 2, or without ZeRO with an `Unsharded` optimizer.
         checkpoint: of any number of ranks, with or without ZeRO.
         rank, world_size: of this process.
     """
-    is_sharded = engine.zero_optimization()
+    is_sharded, asked = engine.zero_optimization(), engine.optimizer.loss_scaler
     same_layout = checkpoint.is_sharded == is_sharded and (
         not is_sharded or checkpoint.world_size == world_size
     )
@@ -145,6 +148,7 @@ def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
     load_files(engine, checkpoint, load_optimizer_states=same_layout)
     if not same_layout:
         load_optimizer(engine, rank, repartitioned(engine, checkpoint, rank))
+    go_on_with_options(engine.optimizer, asked)
 
 
 def load_files(engine, checkpoint: Checkpoint, **options: bool) -> None:

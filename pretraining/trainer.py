@@ -17,11 +17,13 @@ from data_prep.counter_rng import Stream, key
 from data_prep.errors import UserError
 from pretraining.checkpoint import Checkpoints
 from pretraining.data import StepShare
+from pretraining.diagnostics import Diagnostics
 from pretraining.distributed import AgreedError, World, all_sum, gradient_accumulation, raise_together
 from pretraining.evaluation import Sums, evaluate
+from pretraining.loss_scale import hold_loss_scale
 from pretraining.manifest import TrainState
 from pretraining.metrics import ProgressLine, Recorder
-from pretraining.optimizer import ScheduleSettings, learning_rate
+from pretraining.schedules import ScheduleSettings, learning_rate
 from pretraining.stop import StopFlag
 from pretraining.trouble import HISTORY, check_weights, find_trouble, loss_scale_cannot_fall
 
@@ -59,6 +61,7 @@ class RunSettings:
     schedule: ScheduleSettings
     max_steps: int
     log_interval: int
+    diagnostics_interval: int
     save_interval: int
     eval_interval: int
     eval_instances: int
@@ -102,6 +105,7 @@ class Trainer:
         self.recorder = recorder
         self.progress = progress
         self.stop = stop
+        self.diagnostics = Diagnostics(engine)
         self._saved_step = state.step
         self._problem: UserError | None = None  # of this rank, until all ranks know of it
         self._last: LastStep | None = None
@@ -172,7 +176,8 @@ class Trainer:
             group["lr"] = rate
         skipped_before = self.engine.skipped_steps
         cannot_fall = loss_scale_cannot_fall(self.engine.optimizer.loss_scaler)
-        self.engine.step()
+        with self._measured() as diagnosis:
+            self.engine.step()
         skipped = self.engine.skipped_steps > skipped_before
         self._last = LastStep(sums, self.state.consumed, skipped, cannot_fall)
         self.state.step += 1
@@ -185,7 +190,14 @@ class Trainer:
             self._log(rate, share, int(tokens))
         elif self.progress:
             self.progress.update(self.state.step, 0.0)
+        if diagnosis and not skipped:
+            self._record(*diagnosis)
         return True
+
+    def _measured(self) -> contextlib.AbstractContextManager:
+        """What the coming update does to the weights is measured, if it is time for that."""
+        is_due = _is_due(self.state.step + 1, self.settings.diagnostics_interval)
+        return self.diagnostics.measure() if is_due else contextlib.nullcontext()
 
     def _forward_backward(self, share: StepShare, global_masked: float) -> Sums:
         masked_lm_scale = self.world.world_size / max(1.0, global_masked)
@@ -194,6 +206,7 @@ class Trainer:
         micro_steps = len(share.micro_batches)
         # Beyond it this rank would reduce gradients more often than the others, and hang or train something else.
         assert 1 <= micro_steps <= self.settings.max_micro_steps
+        hold_loss_scale(self.engine.optimizer)
         with gradient_accumulation(self.engine, self.settings.max_micro_steps):
             for micro_step, micro_batch in enumerate(share.micro_batches):
                 if self.progress:
@@ -259,10 +272,10 @@ class Trainer:
                 self.state.step, 0.0, loss=means["loss"], tokens_per_second=tokens_per_second
             )
 
-    def _record(self, values: dict[str, float]) -> None:
+    def _record(self, values: dict[str, float], histograms: dict[str, torch.Tensor] | None = None) -> None:
         if self.recorder:
             with self._metrics_problem():
-                self.recorder.record(self.state.global_step, values)
+                self.recorder.record(self.state.global_step, values, histograms)
 
     @contextlib.contextmanager
     def _metrics_problem(self) -> Iterator[None]:

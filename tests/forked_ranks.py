@@ -1,4 +1,4 @@
-"""Runs of the training program whose ranks are forked from a process that has imported everything once.
+"""Runs of the training program, or of cases of a test, whose ranks are forked from a process that has imported all.
 
 Starting Python, torch and DeepSpeed takes several seconds of a processor for each rank; a fork takes none. The
 ranks are real processes, joined through RANK, WORLD_SIZE and the rest, and can be killed like any other.
@@ -40,7 +40,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_rank(argv: list[str], place: dict[str, str], log: str, prepare: Callable[[], object] | None) -> None:
+def run_rank(
+    argv: list[str],
+    place: dict[str, str],
+    log: str,
+    prepare: Callable[[], object] | None,
+    program: Callable[[list[str]], int | None] | None,
+) -> None:
     """One rank: its output goes to a file, its exit code is the program's."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
@@ -51,22 +57,30 @@ def run_rank(argv: list[str], place: dict[str, str], log: str, prepare: Callable
         prepare()
     from pretraining.run import main
 
-    code = run_program(main, argv)
+    code = run_program(program or main, argv)
     sys.stdout.flush()
     os._exit(code)
 
 
 class Ranks:
-    """Ranks of `pretraining/run.py` that have been started.
+    """Ranks of a program that have been started.
 
     Args:
         argv: of the program.
         count: of ranks.
         logs: folder for what they print.
         prepare: called in each rank before the program, with RANK in its environment; it can be pickled.
+        program: its main function; None for `pretraining/run.py`.
     """
 
-    def __init__(self, argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None):
+    def __init__(
+        self,
+        argv: list[str],
+        count: int,
+        logs: Path,
+        prepare: Callable[[], object] | None = None,
+        program: Callable[[list[str]], int | None] | None = None,
+    ):
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"rank-{rank}.log" for rank in range(count)]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -74,7 +88,8 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = CONTEXT.Process(target=run_rank, args=(argv, place, str(log), prepare), daemon=True)
+            arguments = argv, place, str(log), prepare, program
+            process = CONTEXT.Process(target=run_rank, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -101,9 +116,9 @@ class Ranks:
         return "".join(log.read_text() for log in self.logs if log.exists())
 
 
-def run(argv: list[str], count: int, logs: Path, prepare: Callable[[], object] | None = None) -> str:
-    """Run to the end and return what was printed; every exit code must be 0."""
-    ranks = Ranks(argv, count, logs, prepare)
+def run(argv: list[str], count: int, logs: Path, prepare=None, program=None) -> str:
+    """Run to the end and return what was printed; every exit code must be 0. The arguments are those of Ranks."""
+    ranks = Ranks(argv, count, logs, prepare, program)
     codes = ranks.wait()
     assert codes == [0] * count, ranks.printed()[-3000:]
     return ranks.printed()

@@ -1,7 +1,9 @@
 """What tests do to ranks from inside, before the program starts: trouble at given positions of the data."""
 
 import functools
+import json
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -70,6 +72,19 @@ def allow_fp16() -> None:
     import_deepspeed().accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
+def tiny_in_fp16(infinite: dict[int, int]) -> None:
+    """fp16 on a processor, which is slow at it: "tiny" is made smaller.
+
+    The loss of the global batch that holds a position is infinite on its rank of `infinite`, and on no other.
+    """
+    from pretraining import model
+
+    allow_fp16()
+    model.PRESETS["tiny"] = (1, 16, 2)
+    for position, rank in infinite.items():
+        scale_losses({position: float("inf")}, rank)
+
+
 def small_spikes() -> None:
     """Two losses after three are enough for a spike."""
     from pretraining import trouble
@@ -102,3 +117,41 @@ def dump_at_start(folder: Path) -> None:
         return original(self, batches)
 
     Trainer.run = run
+
+
+def watch_steps(folder: Path) -> None:
+    """Write down what each step of each rank took: seconds, and the most memory until its update, in MB.
+
+    The gradient that the first update sees, whole and before it is clipped, is kept too.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    from pretraining.trainer import Trainer
+
+    original, steps = Trainer.train_step, []
+
+    def train_step(self, share):
+        update = self.engine.step
+        started = time.monotonic()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+
+        def step():
+            steps.append({"seconds": time.monotonic() - started, "peak": _peak_memory()})
+            gradients = {name: safe_get_full_grad(p) for name, p in self.engine.module.named_parameters()}
+            (folder / f"rank-{self.world.rank}.json").write_text(json.dumps(steps))
+            if len(steps) == 1 and self.world.rank == 0:
+                torch.save(gradients, folder / "gradients.pt")
+            return update()
+
+        self.engine.step = step
+        try:
+            return original(self, share)
+        finally:
+            self.engine.step = update
+
+    Trainer.train_step = train_step
+
+
+def _peak_memory() -> float:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) / 1024

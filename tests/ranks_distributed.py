@@ -32,8 +32,8 @@ from pretraining.distributed import (
     gradient_accumulation,
 )
 from pretraining.model import BertConfig, BertForPreTraining
-from pretraining.optimizer import ConstantSchedule
 from pretraining.order import Order
+from pretraining.schedules import ConstantSchedule
 from pretraining.trainer import RunSettings, Trainer
 from pretraining.unsharded import Unsharded
 
@@ -313,7 +313,8 @@ def train_micro_batches(world: World, shard_set: ShardSet, bounds: dict) -> dict
     settings = RunSettings(
         seed=0, seq_len=LONGEST, train_batch_size=ENCODER_BATCH, micro_batch_size=lowered.micro_batch_size,
         micro_batch_tokens=lowered.micro_batch_tokens, max_micro_steps=lowered.max_micro_steps, spike_factor=0,
-        schedule=ConstantSchedule(warmup_max_lr=ADAMW["lr"]), max_steps=10**6, log_interval=0, save_interval=0,
+        schedule=ConstantSchedule(warmup_max_lr=ADAMW["lr"]), max_steps=10**6, log_interval=0, diagnostics_interval=0,
+        save_interval=0,
         eval_interval=0, eval_instances=0, keep=1, keep_every=0,
     )  # fmt: skip
     state, stop = TrainState(0, 6, 16, ""), SimpleNamespace(raised=lambda: False)

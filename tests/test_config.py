@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from data_prep.errors import UserError
 from pretraining.config import lower, read_deepspeed_json
 from pretraining.distributed import Capabilities
+from pretraining.schedules import learning_rate, schedule_for
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "ds_configs").glob("*.json"))
 PLAIN_CPU = Capabilities(bf16=None, fp16=False)
@@ -98,6 +99,46 @@ def test_zero2_is_the_paper():
         "linear",
     )
     assert settings.notes == ()
+
+
+RECIPES = {  # batch, algorithm, lr, clipping; rates of some updates, of papers and published scripts
+    "large_lamb_phase1": (
+        65_536,
+        "Lamb",
+        6e-3,
+        1.0,
+        {0: 2.99864551e-6, 1999: 5.99729102e-3, 2000: 5.07589459e-3, 7037: 0},
+    ),
+    "large_lamb_phase2": (32_768, "Lamb", 4e-3, 1.0, {0: 1.99936020e-5, 199: 3.99872041e-3, 1562: 0}),
+    "large_lamb_clamped_phase1": (
+        65_536,
+        "Lamb",
+        11e-3,
+        1.0,
+        {0: 1e-3, 225: 3.75e-3, 450: 12e-3, 950: 9.91e-3},
+    ),
+    "large_lamb_clamped_phase2": (32_768, "Lamb", 2e-3, 1.0, {0: 0, 75: 0.5e-3, 150: 2e-3, 300: 1.8e-3}),
+    "base_adam": (256, "AdamW", 1e-4, 1.0, {0: 0, 5_000: 5e-5, 10_000: 9.9e-5, 999_999: 1e-10}),
+    "large_24h_adam": (4_096, "AdamW", 1e-3, 0.0, {0: 0, 30: 5e-4, 60: 1e-3, 530: 5e-4}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_the_published_ones(repository, name):
+    """Batch, rate, clipping and the schedule's values of each published recipe; LAMB's two ways differ as published."""
+    batch, algorithm, lr, clipping, rates = RECIPES[name]
+    recipe = read_deepspeed_json(repository / "ds_configs" / f"{name}.json")
+    optimizer = recipe.optimizer
+    assert (recipe.train_batch_size, recipe.gradient_clipping) == (batch, clipping)
+    assert (optimizer.algorithm, optimizer.lr, optimizer.weight_decay) == (algorithm, lr, 0.01)
+    schedule, _ = schedule_for(recipe.schedule, recipe.schedule.total_num_steps or 1000)
+    found = {step: learning_rate(schedule, step) for step in rates}
+    assert found == pytest.approx(rates, rel=1e-8, abs=1e-15)
+    if algorithm == "Lamb":
+        is_clamped = "clamped" in name
+        assert optimizer.trust_ratio_clamp == ([0.01, 0.3] if is_clamped else None)
+        assert optimizer.bias_correction is not is_clamped
+        assert optimizer.layer_adaptation_for_no_decay is is_clamped
 
 
 def test_all_errors_come_at_once(errors_of):
@@ -191,6 +232,29 @@ def test_no_key_of_deepspeeds_own_sections_is_unknown(read, name):
     section = {key: field.default for key, field in schema.model_fields.items() if key != "leaf_module"}
     section |= {"stage": 2, "overlap_comm": True} if name == "zero_optimization" else {"enabled": True}
     assert read(document(**{name: section})).sections[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hysteresis": 0}, '"fp16.hysteresis" is 0, with which the loss scale never falls; write 1'),
+        ({"hysteresis": 1}, None),
+        ({"initial_scale_power": 3, "min_loss_scale": 8}, None),
+        ({"initial_scale_power": 3, "min_loss_scale": 9}, '2^3, is not between "fp16.min_loss_scale" 9 and'),
+        ({"initial_scale_power": -1}, "2^-1, is not between"),
+        ({"initial_scale_power": 2000}, "2^2000, is not between"),
+        ({"initial_scale_power": 2000, "hysteresis": 0, "loss_scale": 128}, None),
+        ({"initial_scale_power": 2000, "hysteresis": 0, "enabled": False}, None),
+    ],
+)
+def test_a_loss_scale_that_cannot_work_is_refused(read, errors_of, changes, message):
+    """What DeepSpeed takes and then overflows for ever or stops with a traceback; only where scaling is dynamic."""
+    content = document(fp16={"enabled": True} | changes)
+    if message is None:
+        assert read(content)
+    else:
+        (sentence,) = errors_of(content)
+        assert message in sentence
 
 
 def test_what_is_switched_off_asks_for_nothing(read):
@@ -366,17 +430,12 @@ def test_other_stages_are_refused(errors_of):
         assert found in sentence and advice in sentence
 
 
-def test_the_peak_has_one_value(read, errors_of):
-    """warmup_max_lr may repeat the optimizer's lr but not contradict it; DeepSpeed's default 0.001 is never taken."""
-    params = {"warmup_num_steps": 10, "total_num_steps": 100}
-    (sentence,) = errors_of(
-        document(scheduler={"type": "WarmupDecayLR", "params": params | {"warmup_max_lr": 1e-3}})
-    )
-    assert "0.001" in sentence
-    assert "0.0001" in sentence
-    settings = read(document(scheduler={"type": "WarmupDecayLR", "params": params}))
+def test_the_schedule_ends_its_warm_up_at_the_optimizers_rate(read):
+    """The "scheduler" is read with the optimizer's lr, and what is said about it reaches the notes."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}
+    settings = read(document(scheduler=scheduler))
     assert settings.schedule.warmup_max_lr == 1e-4
-    assert any("0.001" in note for note in settings.notes)
+    assert any("DeepSpeed's default 0.001" in note for note in settings.notes)
     assert read(document()).schedule.warmup_max_lr == 1e-4
 
 

@@ -11,7 +11,8 @@ from dense_lamb import DenseLamb
 from ranks_lamb import UNAWARE, VARIANTS
 from test_distributed import clean_environment
 
-from pretraining.lamb import CPU_CHUNK, CPU_PIECE, Lamb
+from pretraining.lamb import Lamb
+from pretraining.slices import CPU_CHUNK, CPU_PIECE
 
 REPOSITORY = Path(__file__).parent.parent
 

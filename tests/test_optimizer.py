@@ -1,4 +1,4 @@
-"""Schedules against DeepSpeed's own, AdamW against the paper in float64, parameter groups, choice of kernels."""
+"""AdamW against the paper in float64, parameter groups, choice of kernels."""
 
 import sys
 
@@ -7,89 +7,11 @@ import pytest
 import torch
 
 from data_prep.errors import UserError, run_program
-from pretraining.optimizer import (
-    AdamWSettings,
-    ConstantSchedule,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-    choose_optimizer,
-    learning_rate,
-    parameter_groups,
-    schedule_for,
-)
+from pretraining.optimizer import AdamWSettings, choose_optimizer, parameter_groups
 from pretraining.run import main
+from pretraining.schedules import WarmupDecayLR, learning_rate
 
-PEAK = 2e-3
 ADAMW = AdamWSettings(lr=1e-4)
-WARMUP = {"warmup_num_steps": 10, "warmup_max_lr": PEAK}
-
-
-@pytest.mark.parametrize("warmup_type", ["log", "linear"])
-@pytest.mark.parametrize("warmup_num_steps", [1, 2, 10])
-@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
-def test_rates_are_those_of_deepspeeds_scheduler(kind, warmup_num_steps, warmup_type):
-    """At every step of the run and beyond its end the rate equals DeepSpeed's of the same name and options."""
-    from deepspeed.runtime import lr_schedules
-
-    options = {"warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type}
-    options |= {"total_num_steps": 40} if kind is not WarmupLR else {}
-    options |= (
-        {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}
-        if kind is WarmupCosineLR
-        else {"warmup_min_lr": 1e-4}
-    )
-    theirs_only = {} if kind is WarmupCosineLR else {"warmup_max_lr": PEAK}
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    theirs = getattr(lr_schedules, kind.__name__)(optimizer, **options, **theirs_only)
-    ours = kind(**options, warmup_max_lr=PEAK)
-    for step in range(50):
-        theirs.step(step)
-        assert learning_rate(ours, step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-15), step
-
-
-def test_linear_warm_up_and_decay_as_a_table():
-    """BERT's shape: up to the peak over the warm-up, down to zero at the last step."""
-    schedule = WarmupDecayLR(**WARMUP, warmup_type="linear", total_num_steps=110)
-    table = {0: 0.0, 1: 0.1, 5: 0.5, 9: 0.9, 10: 1.0, 60: 0.5, 109: 0.01, 110: 0.0, 500: 0.0}
-    assert {step: learning_rate(schedule, step) / PEAK for step in table} == pytest.approx(table)
-    assert learning_rate(ConstantSchedule(warmup_max_lr=PEAK), 0) == PEAK
-
-
-def test_a_run_as_long_as_its_schedule_changes_nothing():
-    """No --max_steps, or the schedule's own length, leaves it as it is, without a note."""
-    schedule = WarmupDecayLR(**WARMUP, total_num_steps=100)
-    assert schedule_for(schedule, None) == schedule_for(schedule, 100) == (schedule, None)
-    for endless in (WarmupLR(**WARMUP), ConstantSchedule(warmup_max_lr=PEAK)):
-        assert schedule_for(endless, 5) == schedule_for(endless, None) == (endless, None)
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "warmup"),
-    [(1_000, 10), (10_000, 100), (50, 1), (10, 1), (5_000_000, 10_000)],
-)
-def test_a_shorter_run_keeps_the_share_of_its_warm_up(max_steps, warmup):
-    """Shortened, the warm-up shrinks in proportion; lengthened, it stays; the decay ends with the run and it is said."""
-    paper = WarmupDecayLR(
-        warmup_num_steps=10_000, warmup_type="linear", warmup_max_lr=1e-4, total_num_steps=1_000_000
-    )
-    fitted, note = schedule_for(paper, max_steps)
-    assert (fitted.total_num_steps, fitted.warmup_num_steps) == (max_steps, warmup)
-    assert learning_rate(fitted, max_steps) == 0.0
-    assert max(learning_rate(fitted, step) for step in range(min(max_steps, 20_000))) == pytest.approx(1e-4)
-    assert str(max_steps) in note
-    assert "1000000" in note
-
-
-def test_a_decay_without_an_end_is_refused():
-    """Neither total_num_steps nor --max_steps, or no room for the warm-up, is a sentence to the user."""
-    schedule = WarmupCosineLR(**WARMUP)
-    with pytest.raises(UserError, match="total_num_steps is absent"):
-        schedule_for(schedule, None)
-    with pytest.raises(UserError, match=r"warmup_num_steps is 10 but --max_steps is 10"):
-        schedule_for(schedule, 10)
-    fitted, note = schedule_for(schedule, 11)
-    assert (fitted.total_num_steps, fitted.warmup_num_steps, note) == (11, 10, None)
 
 
 class TinyBert(torch.nn.Module):

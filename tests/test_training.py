@@ -27,6 +27,7 @@ from training_runs import (
     kill_when,
     logged_step,
     metrics,
+    optimizer_lines,
     train,
 )
 
@@ -44,9 +45,10 @@ from pretraining.launch import _batches, _run_settings
 from pretraining.manifest import write_manifest
 from pretraining.metrics import Recorder
 from pretraining.model import BertConfig, BertForPreTraining
-from pretraining.optimizer import learning_rate, parameter_groups
+from pretraining.optimizer import parameter_groups
 from pretraining.order import Order
 from pretraining.run import main
+from pretraining.schedules import learning_rate
 from pretraining.stop import STOP_SIGNALS, StopFlag
 from pretraining.trainer import Trainer
 
@@ -211,6 +213,25 @@ def test_ranks_train_the_same_steps(shards, one_rank, tmp_path, ranks):
     assert [line["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
     assert [line["optimizer/gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_run_in_bf16_starts_from_unrounded_weights(shards, tmp_path):
+    """The fp32 weights beside the bf16 ones begin as they were drawn, on both ranks, not rounded and taken back."""
+    still = {"type": "AdamW", "params": {"lr": 1e-30}}
+    config = deepspeed_json(tmp_path, optimizer=still, scheduler=None, bf16={"enabled": True})
+    forked_ranks.run(
+        arguments(shards, tmp_path / "run", "--max_steps", "1", config=config), 2, tmp_path / "logs"
+    )
+    torch.manual_seed(key(0, Stream.INITIALISATION))
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    drawn = [p.detach() for p in BertForPreTraining(BertConfig.from_dict(settings["model"])).parameters()]
+    line = torch.cat(
+        [p.flatten() for is_matrix in (True, False) for p in drawn if (p.dim() > 1) == is_matrix]
+    )
+    kept = optimizer_lines(tmp_path / "run" / "checkpoints" / "step-00000001")["weights"]
+    assert float((kept - line).detach().abs().max()) < 1e-29 and not torch.equal(
+        line, line.bfloat16().float()
+    )
 
 
 def test_the_token_budget_reaches_the_loop(shards, tmp_path, monkeypatch):

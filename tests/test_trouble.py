@@ -124,18 +124,18 @@ def test_bad_weights_are_never_saved_and_rollbacks_end(shards, tmp_path):
     assert (output / "checkpoints" / "latest").read_text() == "step-00000006\n"
 
 
-@pytest.mark.slow
 def test_a_loss_scale_at_its_floor_and_a_spike_are_trouble(shards, tmp_path):
     """fp16 with DeepSpeed's scaler: one overflow is passed over, a second at the floor is not, nor are two high losses."""
     output = tmp_path / "run"
     prepare = partial(
         injections.each,
-        injections.allow_fp16,
+        partial(injections.tiny_in_fp16, {}),
         injections.small_spikes,
         partial(injections.scale_losses, {8: NAN, 12: NAN, 28: 3.0, 32: 3.0}, rank=0),
     )
     fp16 = {"enabled": True, "initial_scale_power": 5, "min_loss_scale": 16, "hysteresis": 1}
     options = ("--save_interval", "1", "--spike_factor", "4", "--keep", "9", "--eval_instances", "4")
+    options += ("--log_interval", "1")
     argv = program(shards, output, *options, "--max_steps", "7", fp16=fp16, train_batch_size=4)
     printed = run(argv, 1, tmp_path / "logs", prepare)
     floor, spike = (line for line in printed.splitlines() if "(rollback " in line)
@@ -151,6 +151,8 @@ def test_a_loss_scale_at_its_floor_and_a_spike_are_trouble(shards, tmp_path):
     state = train_state(newest(output))
     assert state["skipped_ranges"] == [[4, 16], [24, 36]] and state["rollbacks"] == 2
     assert state["skipped_steps"] == 0 and state["step"] == 7 and status(output)["state"] == "finished"
+    # It had fallen to 16 in the steps that were left out.
+    assert [line["optimizer/loss_scale"] for line in metrics(output) if "train/loss" in line] == [32] * 7
 
 
 def scalers() -> list[DynamicLossScaler]:

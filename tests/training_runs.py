@@ -32,7 +32,9 @@ def deepspeed_json(folder: Path, **changes) -> Path:
         },
     }
     path = folder / "test.json"
-    path.write_text(json.dumps(content | changes))
+    path.write_text(
+        json.dumps({name: value for name, value in (content | changes).items() if value is not None})
+    )
     return path
 
 

@@ -1,0 +1,64 @@
+"""What the updates do to the weights: norms, update-to-weight and trust ratios, of whole parameters under ZeRO too.
+
+The ratio of an update's norm to its weights' tells a learning rate that is too high or too low before the loss does;
+about 1e-3 is healthy for Adam. It is measured from copies of the weights before the step, so it holds for any optimizer.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pretraining.lamb import Lamb
+from pretraining.slices import Layout, Slices
+
+
+class Diagnostics:
+    """Measures the steps that are made inside `measure`.
+
+    Args:
+        engine: a DeepSpeed engine, whose parameter groups are those of `optimizer.parameter_groups`.
+    """
+
+    def __init__(self, engine):
+        outer = engine.optimizer
+        self._optimizer: torch.optim.Optimizer = getattr(outer, "optimizer", outer)
+        self._names = [
+            "decayed" if group["weight_decay"] else "not_decayed" for group in self._optimizer.param_groups
+        ]
+        self._held: list[list[Tensor]] = []
+        self._layouts: list[Layout] = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            tensors = group["params"]
+            is_cut = outer is not self._optimizer
+            slices = Slices.of_partition(outer, number) if is_cut else Slices.of_whole(tensors)
+            self._held.append(tensors)
+            self._layouts.append(Layout(slices, tensors[0].device))
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[tuple[dict[str, float], dict[str, Tensor]]]:
+        """Yields curves and histograms by name, which hold the numbers when the step inside is done.
+
+        A collective call. A step that was skipped has updates of norm zero.
+        """
+        curves: dict[str, float] = {}
+        histograms: dict[str, Tensor] = {}
+        before = [[tensor.detach().clone() for tensor in tensors] for tensors in self._held]
+        yield curves, histograms
+        ratios = []
+        for name, tensors, old, layout in zip(self._names, self._held, before, self._layouts, strict=True):
+            torch._foreach_sub_(old, [tensor.detach() for tensor in tensors])
+            weight_norms, update_norms = layout.norms([tensor.detach() for tensor in tensors], old)
+            curves[f"norms/weights_{name}"] = float(weight_norms.norm())
+            curves[f"norms/update_{name}"] = float(update_norms.norm())
+            ratios.append((update_norms / weight_norms)[weight_norms > 0])
+        histograms["optimizer/update_to_weight"] = torch.cat(ratios)
+        if isinstance(self._optimizer, Lamb):
+            trust = [self._optimizer.trust_ratios(group) for group in self._optimizer.param_groups]
+            trust = [ratios for ratios in trust if ratios is not None]
+            if trust:
+                histograms["optimizer/trust_ratio"] = torch.cat(trust)
+        for name, values in histograms.items():
+            for extreme in ("min", "median", "max"):
+                curves[f"{name}_{extreme}"] = float(getattr(values, extreme)())
