@@ -22,19 +22,15 @@ class Diagnostics:
     """
 
     def __init__(self, engine):
-        outer = engine.optimizer
-        self._optimizer: torch.optim.Optimizer = getattr(outer, "optimizer", outer)
-        self._names = [
-            "decayed" if group["weight_decay"] else "not_decayed" for group in self._optimizer.param_groups
-        ]
-        self._held: list[list[Tensor]] = []
-        self._layouts: list[Layout] = []
+        outer, is_sharded = engine.optimizer, engine.zero_optimization()
+        self._optimizer: torch.optim.Optimizer = outer.optimizer
+        self._groups: list[tuple[str, list[Tensor], Layout]] = []
         for number, group in enumerate(self._optimizer.param_groups):
-            tensors = group["params"]
-            is_cut = outer is not self._optimizer
-            slices = Slices.of_partition(outer, number) if is_cut else Slices.of_whole(tensors)
-            self._held.append(tensors)
-            self._layouts.append(Layout(slices, tensors[0].device))
+            held = group["params"]
+            slices = Slices.of_partition(outer, number) if is_sharded else Slices.of_whole(held)
+            whole = outer.bit16_groups[number] if is_sharded else held
+            name = "matrices" if whole[0].dim() > 1 else "biases_and_layer_norms"
+            self._groups.append((name, held, Layout(slices, held[0].device)))
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[tuple[dict[str, float], dict[str, Tensor]]]:
@@ -44,14 +40,15 @@ class Diagnostics:
         """
         curves: dict[str, float] = {}
         histograms: dict[str, Tensor] = {}
-        before = [[tensor.detach().clone() for tensor in tensors] for tensors in self._held]
+        before = [[tensor.detach().clone() for tensor in held] for _, held, _ in self._groups]
         yield curves, histograms
         ratios = []
-        for name, tensors, old, layout in zip(self._names, self._held, before, self._layouts, strict=True):
-            torch._foreach_sub_(old, [tensor.detach() for tensor in tensors])
-            weight_norms, update_norms = layout.norms([tensor.detach() for tensor in tensors], old)
-            curves[f"norms/weights_{name}"] = float(weight_norms.norm())
-            curves[f"norms/update_{name}"] = float(update_norms.norm())
+        for (name, held, layout), update in zip(self._groups, before, strict=True):
+            now = [tensor.detach() for tensor in held]
+            torch._foreach_sub_(update, now)
+            weight_norms, update_norms = layout.norms(now, update)
+            curves[f"norms/weights_of_{name}"] = float(weight_norms.norm())
+            curves[f"norms/update_of_{name}"] = float(update_norms.norm())
             ratios.append((update_norms / weight_norms)[weight_norms > 0])
         histograms["optimizer/update_to_weight"] = torch.cat(ratios)
         if isinstance(self._optimizer, Lamb):

@@ -24,9 +24,10 @@ def hold_loss_scale(optimizer) -> None:
     What the scaler decides during `engine.step()` counts from the next step's call on. Nothing of this is state.
 
     Args:
-        optimizer: DeepSpeed's, at ZeRO stage 1 or 2.
+        optimizer: the engine's; only DeepSpeed's at ZeRO stage 1 or 2 can have a scale that moves.
     """
-    optimizer.override_loss_scale(optimizer.loss_scaler.cur_scale)
+    if optimizer.loss_scaler.dynamic:
+        optimizer.override_loss_scale(optimizer.loss_scaler.cur_scale)
 
 
 def go_on_with_options(optimizer, asked) -> None:

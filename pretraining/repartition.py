@@ -140,10 +140,11 @@ def load(engine, checkpoint: Checkpoint, rank: int, world_size: int) -> None:
         checkpoint: of any number of ranks, with or without ZeRO.
         rank, world_size: of this process.
     """
-    is_sharded, asked = engine.zero_optimization(), engine.optimizer.loss_scaler
+    is_sharded = engine.zero_optimization()
     same_layout = checkpoint.is_sharded == is_sharded and (
         not is_sharded or checkpoint.world_size == world_size
     )
+    asked = engine.optimizer.loss_scaler
     # Without optimizer states DeepSpeed does not ask for the number of ranks.
     load_files(engine, checkpoint, load_optimizer_states=same_layout)
     if not same_layout:

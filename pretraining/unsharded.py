@@ -51,9 +51,6 @@ class Unsharded:
         """1: nothing is scaled."""
         return self.loss_scaler.cur_scale
 
-    def override_loss_scale(self, loss_scale: float) -> None:
-        """Of ZeRO's; there is none to hold."""
-
     def step(self) -> None:
         """Clip the gradients, which are averaged over the ranks, and update; or neither."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -19,6 +19,7 @@ from pretraining import distributed
 from pretraining.distributed import World, accumulate_in_fp32, gather_objects, gradient_accumulation
 from pretraining.lamb import Lamb
 from pretraining.optimizer import LambSettings, choose_optimizer, parameter_groups
+from pretraining.unsharded import Unsharded
 
 STEPS, MICRO_STEPS, CLIP = 20, 2, 30.0
 # The large matrix is longer than a piece, and on 2 to 4 ranks a border of the partitions cuts one of these.
@@ -92,7 +93,9 @@ def make_engine(world: World, settings: LambSettings, stage: int, precision: str
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[
         0
     ]
-    if shard:
+    if stage == 0:
+        engine.optimizer = Unsharded(optimizer, CLIP)
+    elif shard:
         optimizer.shard(engine.optimizer)
     accumulate_in_fp32(engine)
     return engine, optimizer
@@ -112,6 +115,8 @@ def train(engine, micro_steps: int) -> None:
 
 def masters(engine) -> dict[str, torch.Tensor]:
     """The whole fp32 parameters, put together from the partitions of all ranks."""
+    if not engine.zero_optimization():
+        return dict(engine.module.named_parameters())
     zero, found = engine.optimizer, {}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     for number, parameters in enumerate(zero.bit16_groups):
@@ -197,8 +202,9 @@ def case(world: World, settings: LambSettings, stage: int, precision: str, dense
     found = {
         "weights": difference(masters(engine), dense.weights),
         "trust_ratios": ratio_difference(ratios, dense.trust_ratios),
-        "straddling": straddling(engine.optimizer),
     }
+    if stage:
+        found["straddling"] = straddling(engine.optimizer)
     engine.destroy()
     return found
 
@@ -209,9 +215,9 @@ def measure(world: World) -> dict:
         settings = LambSettings(**OPTIONS | changes)
         dense = oracle(settings)
         found[f"one process, {variant}"] = {"weights": difference(one_process(settings), dense.weights)}
-        kinds = [(1, "fp32"), (2, "bf16"), (2, "fp16")] if variant == FIRST else [(2, "fp32")]
+        kinds = [(0, "fp32"), (1, "fp32"), (2, "bf16"), (2, "fp16")] if variant == FIRST else [(2, "fp32")]
         for stage, precision in kinds:
-            found[f"ZeRO-{stage}, {precision}, {variant}"] = case(world, settings, stage, precision, dense)
+            found[f"stage {stage}, {precision}, {variant}"] = case(world, settings, stage, precision, dense)
     settings = LambSettings(**OPTIONS)
     engine, _ = make_engine(world, settings, 2, "fp32", shard=False)
     train(engine, MICRO_STEPS)

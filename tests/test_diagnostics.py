@@ -39,17 +39,17 @@ def test_norms_and_ratios_are_those_of_the_weights(measured_run):
     """Norms of weights and updates by group, and the extremes of the update-to-weight ratio, are what two checkpoints
     give; a matrix that LAMB adapts moves by the learning rate times its norm."""
     lines = [json.loads(line) for line in (measured_run / "metrics.jsonl").read_text().splitlines()]
-    measured = {line["step"]: line for line in lines if "norms/weights_decayed" in line}
+    measured = {line["step"]: line for line in lines if "norms/weights_of_matrices" in line}
     assert list(measured) == [1, 2, 3]
     old, new = (final_parameters(measured_run, step) for step in (2, 3))
-    for name, is_matrix in (("decayed", True), ("not_decayed", False)):
+    for name, is_matrix in (("matrices", True), ("biases_and_layer_norms", False)):
         names = [key for key in new if (new[key].dim() > 1) == is_matrix]
         weights, update = (
             float(torch.cat([values.flatten().double() for values in those]).norm())
             for those in ([new[key] for key in names], [new[key] - old[key] for key in names])
         )
-        assert measured[3][f"norms/weights_{name}"] == pytest.approx(weights, rel=1e-5)
-        assert measured[3][f"norms/update_{name}"] == pytest.approx(update, rel=1e-4)
+        assert measured[3][f"norms/weights_of_{name}"] == pytest.approx(weights, rel=1e-5)
+        assert measured[3][f"norms/update_of_{name}"] == pytest.approx(update, rel=1e-4)
     ratios = torch.stack([(new[key] - old[key]).double().norm() / new[key].double().norm() for key in new])
     for extreme in ("min", "max", "median"):
         expected = float(getattr(ratios, extreme)())

@@ -29,7 +29,7 @@ def run_ranks(output: Path, ranks: int) -> dict:
 
 def check(measured: dict, ranks: int) -> None:
     """Weights after 20 steps and each parameter's trust ratio are the oracle's, and a border did cut parameters."""
-    assert len(measured) == 2 * len(VARIANTS) + 3
+    assert len(measured) == 2 * len(VARIANTS) + 4
     for name, differences in measured.items():
         if name == UNAWARE:
             continue
@@ -40,7 +40,7 @@ def check(measured: dict, ranks: int) -> None:
 
 
 def test_three_ranks_take_the_steps_of_the_dense_algorithm(tmp_path):
-    """On 3 ranks, ZeRO-1 and 2, fp32, bf16 and fp16, with clipping, unequal micro-steps and both groups, weights and
+    """On 3 ranks, stages 0, 1 and 2, fp32, bf16 and fp16, with clipping, unequal micro-steps and both groups, weights and
     trust ratios are the oracle's; an optimizer that takes its slices for parameters is far off."""
     check(run_ranks(tmp_path / "three.json", 3), 3)
 
