@@ -9,11 +9,11 @@ SHELL := bash
 PYTHON ?= python3
 PYTEST_ARGS ?=
 # Of the demo:
-MINUTES := 2
+MINUTES := 1
 MODEL := tiny
 VOCAB_SIZE := 2000
 RANKS := 2
-LABELS := 300
+LABELS := 200
 ADAPT_STEPS := 100
 DEMO_DATA := data/demo
 DEMO_DIR := runs/demo
@@ -139,7 +139,7 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	$(PY) data_prep/run.py shards --input $(WIKI) $(SPLIT)/train.csv --tokenizer $(DEMO_DATA)/tokenizer \
 	  --output $(DEMO_DATA)/shards --seq_len 128 --eval_fraction 0.02
 	$(PY) data_prep/run.py inspect $(DEMO_DATA)/shards --instances 1
-	$(call stage,Pretraining from nothing: $(MODEL) for $(MINUTES) minutes on $(RANKS) ranks)
+	$(call stage,Pretraining from nothing: $(MODEL) for MINUTES=$(MINUTES) on $(RANKS) ranks)
 	@mkdir -p $(DEMO_DIR)
 	@test -s $(OWN).steps || { rm -rf $(OWN).probe && $(PRETRAIN) --deepspeed_config ds_configs/demo.json \
 	  --model $(MODEL) --data $(DEMO_DATA)/shards --output $(OWN).probe $(RECIPE) --max_steps 30 --log_interval 15 \
@@ -155,13 +155,13 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	$(PY) data_prep/run.py shards --input $(SPLIT)/train.csv --tokenizer $(MINILM) --output $(DEMO_DATA)/shards-minilm \
 	  --seq_len 64 --eval_fraction 0.02
 	$(PRETRAIN) --deepspeed_config ds_configs/adapt.json --data $(DEMO_DATA)/shards-minilm --init_from $(MINILM) \
-	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 50 --eval_instances 300
+	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 0 --eval_instances 200
 	$(PY) pretraining/fill_mask.py $(ADAPTED) "this is one of the [MASK] movies i have ever [MASK]."
 	$(call stage,Is a review good or bad? $(LABELS) labels from three starts)
 	$(call fine_tune,5) --init_from random --model $(MODEL) --tokenizer $(DEMO_DATA)/tokenizer \
 	  --output $(SCORES)/random --learning_rate 1e-3 3e-3
 	$(call fine_tune,5) --init_from $(OWN) --output $(SCORES)/$(notdir $(OWN)) --learning_rate 1e-3 3e-3
-	$(call fine_tune,3) --init_from $(ADAPTED) --batch_size 16 --output $(SCORES)/$(notdir $(ADAPTED)) --learning_rate 1e-4 2e-4
+	$(call fine_tune,2) --init_from $(ADAPTED) --batch_size 16 --output $(SCORES)/$(notdir $(ADAPTED)) --learning_rate 1e-4 2e-4
 	$(call stage,Scores)
 	$(PY) fine_tuning/compare.py $(SCORES)/random $(SCORES)/$(notdir $(OWN)) $(SCORES)/$(notdir $(ADAPTED))
 	$(call stage,Done)
