@@ -18,8 +18,8 @@ from pretraining.repartition import MOMENTS, WEIGHTS, as_partition
 class Unsharded:
     """An optimizer of whole parameters, with what DeepSpeed's engine and the trainer ask of ZeRO's optimizer.
 
-    An update is skipped if a gradient is not finite, and clips by the norm of all gradients, as under ZeRO. DeepSpeed's
-    own engine would clip, but neither skip nor say the norm.
+    It clips by the norm of all gradients, and skips an update if one of them is not finite, as ZeRO does. DeepSpeed's own
+    engine would clip, but neither skip nor say the norm.
 
     Args:
         optimizer: of the model's own parameters, which are float32.
