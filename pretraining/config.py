@@ -30,7 +30,7 @@ PASSED_THROUGH = (
 _MASTERS = "it needs DeepSpeed's own CPU optimizer and trains less exactly; leave it out"
 _OLD_OFFLOAD = 'this is the old name; write "offload_optimizer": {"device": "cpu"}'
 _MOVES = "it moves parameters, and a run could not go on with other ranks or at another stage; leave it out"
-_CLAMP = 'write "trust_ratio_clamp": [min_coeff, max_coeff] instead'
+_CLAMP = 'it is of DeepSpeed\'s Lamb; with "type": "Lamb" write "trust_ratio_clamp": [min_coeff, max_coeff] instead'
 _REFUSED_AT_TOP = {  # reason: keys
     'DeepSpeed has dropped apex; write "fp16" or "bf16"': "amp",
     'this is the old name; write "bf16"': "bfloat16",

@@ -5,6 +5,7 @@ about 1e-3 is healthy for Adam. It is measured from copies of the weights before
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -58,4 +59,4 @@ class Diagnostics:
                 histograms["optimizer/trust_ratio"] = torch.cat(trust)
         for name, values in histograms.items():
             for extreme in ("min", "median", "max"):
-                curves[f"{name}_{extreme}"] = float(getattr(values, extreme)())
+                curves[f"{name}_{extreme}"] = float(getattr(values, extreme)()) if len(values) else math.nan

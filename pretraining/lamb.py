@@ -127,6 +127,8 @@ class Lamb(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
+        # torch moves the counts of its own fused optimizers only when it loads a state from the CPU.
+        state["step"] = state["step"].to(weight.device)
         return state
 
 

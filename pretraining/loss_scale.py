@@ -56,7 +56,13 @@ def check_options(section: Mapping[str, Any] | None, errors: Errors) -> None:
         section: "fp16" of the DeepSpeed JSON, if it is there.
         errors: gets the sentences.
     """
-    if not section or not section.get("enabled") or section.get("loss_scale"):
+    if not section or not section.get("enabled"):
+        return
+    if static := section.get("loss_scale"):
+        if isinstance(static, float | int) and static > 2.0**_LARGEST_POWER:
+            errors.add(
+                f'"fp16.loss_scale" is {static:g}, above 2^{_LARGEST_POWER}; write 0 for a dynamic one'
+            )
         return
     hysteresis = section.get("hysteresis", 2)
     floor, power = section.get("min_loss_scale", 1), section.get("initial_scale_power", 16)

@@ -65,7 +65,11 @@ class Recorder:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         for name, numbers in (histograms or {}).items():
-            self._writer.add_histogram(name, numbers, step)
+            numbers = numbers[
+                numbers.isfinite()
+            ]  # TensorBoard takes no others, which weights that diverge have
+            if len(numbers):
+                self._writer.add_histogram(name, numbers, step)
 
     def note(self, name: str, text: str, step: int) -> None:
         """A text beside the curves."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from data_prep.errors import UserError
-from pretraining.strict_json import Errors, StrictModel, check
+from pretraining.strict_json import LARGEST, Errors, StrictModel, check
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class OptimizerSettings(StrictModel):
     """ "params" of the JSON's "optimizer", with DeepSpeed's defaults; `lr` is the peak rate, per step."""
 
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0, le=LARGEST)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0, le=LARGEST)
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST)
 
 
 class AdamWSettings(OptimizerSettings):

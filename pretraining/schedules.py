@@ -16,8 +16,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from data_prep.errors import UserError
-from pretraining.strict_json import Errors, StrictModel, check
+from pretraining.strict_json import LARGEST, Errors, StrictModel, check
 
+MOST_STEPS = 10**12
 _DEEPSPEEDS_WARMUP = 1000  # steps, where a schedule of its own says nothing
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -44,7 +45,7 @@ class ConstantSchedule(ScheduleSettings):
 class WarmupSchedule(ScheduleSettings):
     """A warm-up, of `warmup_num_steps` or else `warmup_ratio` of the run (not rounded), then the peak or a decay."""
 
-    warmup_num_steps: int | None = Field(None, gt=0)
+    warmup_num_steps: int | None = Field(None, gt=0, le=MOST_STEPS)
     warmup_ratio: None = None
     warmup_type: Literal["log", "linear"] = "log"
     first_step: Literal[0] = 0
@@ -60,7 +61,7 @@ class DecayingSchedule(WarmupSchedule):
     """A schedule with an end."""
 
     warmup_ratio: float | None = Field(None, gt=0, lt=1)
-    total_num_steps: int | None = Field(None, gt=0)
+    total_num_steps: int | None = Field(None, gt=0, le=MOST_STEPS)
 
 
 class WarmupDecayLR(DecayingSchedule):
@@ -107,8 +108,8 @@ class WarmupExponentialLR(DecayingSchedule):
     warmup_type: Literal["linear"] = "linear"
     warmup_degree: float = Field(1.0, gt=0)
     decay_rate: float = Field(gt=0, lt=1)
-    decay_step: int = Field(gt=0)
-    lr_offset: float = Field(0.0, ge=0)
+    decay_step: int = Field(gt=0, le=MOST_STEPS)
+    lr_offset: float = Field(0.0, ge=0, le=LARGEST)
 
 
 class WarmupStableDecayLR(NumberedSchedule):
@@ -118,7 +119,7 @@ class WarmupStableDecayLR(NumberedSchedule):
     Compute-Optimal Training Beyond Fixed Training Durations", section 3.
     """
 
-    decay_num_steps: int | None = Field(None, gt=0)
+    decay_num_steps: int | None = Field(None, gt=0, le=MOST_STEPS)
     decay_ratio: float | None = Field(None, gt=0, lt=1)
     decay_type: Literal["linear", "1-sqrt", "cosine"] = "linear"
 
@@ -187,7 +188,7 @@ def _left(schedule: WarmupSchedule, number: int, warmup: float) -> float:
         case WarmupStableDecayLR():
             # Lengths that were rounded for a shorter run may overlap by a step.
             begin = max(warmup, total - _decay_steps(schedule))
-            progress = 1.0 if number >= total else max(0.0, number - begin) / (total - begin)
+            progress = 1.0 if number >= total else max(0.0, number - begin) / (total - begin or 1)
             return _SHAPES[schedule.decay_type](progress)
     degree = schedule.degree if isinstance(schedule, WarmupPolynomialLR) else 1.0
     return (max(0, total - number) / length) ** degree

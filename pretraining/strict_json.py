@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_prep.errors import UserError
 
+LARGEST = 1e30  # of a number that is multiplied in float32
+
 
 class StrictModel(BaseModel):
     """An object of a JSON file: no unknown keys, no strings for numbers, no NaN, not changed afterwards."""
@@ -109,8 +111,9 @@ def check(schema: type[BaseModel], section: Any, name: str, errors: Errors) -> A
         return None
     for key, value in given.items():
         if _is_coerced(value, getattr(model, key, value)):
+            read = json.dumps(getattr(model, key), default=str)
             errors.add(
-                f'"{prefix}{key}" is {json.dumps(value)}; write it without quotation marks, as JSON has it'
+                f'"{prefix}{key}" is {json.dumps(value)}, which DeepSpeed would read as {read}; write that'
             )
     return model
 

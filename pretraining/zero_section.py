@@ -23,6 +23,7 @@ def check_zero(
         errors, notes: get the sentences.
     """
     if section is None:
+        notes.append("zero_optimization: not in the file, so stage 0: every rank holds the whole optimizer")
         section = {"stage": 0}
     stage, offload = section.get("stage"), section.get("offload_optimizer")
     if stage is None:

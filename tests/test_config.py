@@ -405,7 +405,8 @@ def test_stage_0_is_a_whole_optimizer_in_fp32(read, errors_of, zero):
     assert lowered.engine_config["zero_optimization"] == {"stage": 0}
     assert lowered.engine_config["gradient_clipping"] == 0.0 and lowered.gradient_clipping == 0.5
     unused = [note for note in settings.notes if "overlap_comm" in note]
-    assert len(unused) == len(settings.notes) == (zero is not None and len(zero) > 1)
+    assert len(unused) == (zero is not None and len(zero) > 1)
+    assert any("not in the file" in note for note in settings.notes) == (zero is None)
     for name in ("fp16", "bf16"):  # fp16 is refused on this machine too, which would train it in fp32
         (sentence,) = errors_of(document(zero_optimization=zero, **{name: {"enabled": True}}))
         assert '"zero_optimization.stage" is 0' in sentence and "other optimizer classes" in sentence

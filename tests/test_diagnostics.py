@@ -1,6 +1,7 @@
 """What a run says about its updates, against the weights of its checkpoints."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from forked_ranks import run
 from small_runs import make_shards, make_tokenizer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import arguments, deepspeed_json, final_parameters
+
+from pretraining.metrics import Recorder
 
 LR, STEPS = 2e-3, 3
 
@@ -71,3 +74,15 @@ def test_histograms_are_in_tensorboard(measured_run):
         found = events.Histograms(tag)
         assert [event.step for event in found] == [1, 2, 3]
         assert found[-1].histogram_value.num == count
+
+
+def test_what_is_not_finite_stops_nothing(tmp_path):
+    """Histograms of weights that have diverged hold the finite numbers, and are left out if there are none."""
+    recorder = Recorder(tmp_path, None)
+    recorder.record(
+        1, {}, {"some": torch.tensor([1.0, math.nan, math.inf]), "none": torch.tensor([math.nan])}
+    )
+    recorder.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    assert events.Tags()["histograms"] == ["some"]
+    assert events.Histograms("some")[0].histogram_value.num == 1

@@ -29,6 +29,10 @@ def test_lamb_on_cuda_is_the_dense_algorithm():
     ]
     lamb, dense = Lamb(groups, 0.01, **options), DenseLamb(start, {"large", "small"}, **options)
     for step in range(STEPS):
+        if step == STEPS // 2:  # as a run that goes on, from a checkpoint that was read into host memory
+            saved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, lamb.state_dict())
+            lamb = Lamb(groups, 0.01, **options)
+            lamb.load_state_dict(saved)
         gradients = {name: torch.randn(shape) * 2.0 ** -(step % 7) for name, shape in shapes.items()}
         for name, weight in weights.items():
             weight.grad = gradients[name].cuda()

@@ -84,3 +84,16 @@ def test_a_group_whose_gradients_are_absent_stays():
     lamb.step()
     assert torch.equal(still, torch.ones(3)) and not torch.equal(moved, torch.ones(3))
     assert not lamb.state[still]
+
+
+def test_a_loaded_state_follows_its_parameter():
+    """Counts and moments that were loaded from the CPU are on the device of the parameter at the next step, as the
+    fused kernel needs them."""
+    here, there = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, device="meta"))
+    here.grad = torch.ones(3)
+    saved, loading = Lamb([here], 0.1), Lamb([there], 0.1)
+    saved.step()
+    loading.load_state_dict(saved.state_dict())
+    assert {name: value.device.type for name, value in loading._state(there).items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq"), "meta"
+    )

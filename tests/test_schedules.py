@@ -415,6 +415,7 @@ BAD = [
     (E, {"warmup_ratio": 0.1, "decay_step": 9}, '"scheduler.params.decay_rate" is missing'),
     (E, {"warmup_ratio": 0.1, "decay_rate": 0.9}, '"scheduler.params.decay_step" is missing'),
     (E, {"warmup_ratio": 0.1, "decay_rate": 1.1, "decay_step": 9}, '"scheduler.params.decay_rate" is 1.1'),
+    (E, {"warmup_ratio": 0.1, "total_num_steps": 10**400, "decay_rate": 0.9, "decay_step": 9}, "it should be less than"),
     (E, {"decay_rate": 0.9, "decay_step": 9}, 'has neither "warmup_num_steps" nor "warmup_ratio"'),
     (S, {"warmup_ratio": 0.1}, 'has neither "decay_num_steps" nor "decay_ratio"'),
     (S, {"warmup_ratio": 0.1, "decay_ratio": 0.1, "decay_num_steps": 3}, '"decay_ratio" are both given'),

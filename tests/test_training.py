@@ -540,7 +540,7 @@ def test_a_diverged_run_ends_and_saves_nothing(shards, tmp_path):
     entry = {"type": "AdamW", "params": {"lr": 1e30}}
     scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 6}}
     config = deepspeed_json(tmp_path, optimizer=entry, scheduler=scheduler)
-    run = command(shards, tmp_path / "run")
+    run = command(shards, tmp_path / "run", options=("--diagnostics_interval", "1"))
     run[run.index("--deepspeed_config") + 1] = str(config)
     done = subprocess.run(run, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and "the run has diverged" in done.stderr
