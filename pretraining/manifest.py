@@ -15,7 +15,7 @@ from data_prep.shards import canonical_json, file_sha256, write_atomically
 FOLDER = "checkpoints"
 MANIFEST = "checkpoint.json"
 NAME = re.compile(r"step-\d{8,}")
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # DeepSpeed's names; those of other files in a checkpoint do not matter.
 MODEL_STATES = "mp_rank_00_model_states.pt"
 OPTIMIZER_STATES = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -99,11 +99,7 @@ class Checkpoint:
     @property
     def is_sharded(self) -> bool:
         """Whether each rank has saved its part of the optimizer, as under ZeRO; else rank 0 has saved all of it."""
-        return not _has_whole_optimizer(self.manifest)
-
-
-def _has_whole_optimizer(manifest: dict) -> bool:
-    return manifest.get("whole_optimizer", False)
+        return not self.manifest["whole_optimizer"]
 
 
 def step_of(path: Path) -> int:
@@ -150,7 +146,7 @@ def read_manifest(path: Path) -> tuple[dict, list[tuple[str, dict]]]:
         raise ValueError("it does not say what its files hold")
     if not isinstance(manifest["identity"], dict) or not isinstance(manifest["world_size"], int):
         raise ValueError("it does not say what run it belongs to")
-    parts = 0 if _has_whole_optimizer(manifest) else manifest["world_size"]
+    parts = 0 if manifest["whole_optimizer"] else manifest["world_size"]
     _check_names([name for name, _ in entries], parts)
     return manifest, entries
 

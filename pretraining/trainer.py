@@ -105,7 +105,7 @@ class Trainer:
         self.recorder = recorder
         self.progress = progress
         self.stop = stop
-        self.diagnostics = Diagnostics(engine)
+        self._diagnostics: Diagnostics | None = None  # made when it is first needed
         self._saved_step = state.step
         self._problem: UserError | None = None  # of this rank, until all ranks know of it
         self._last: LastStep | None = None
@@ -196,8 +196,10 @@ class Trainer:
 
     def _measured(self) -> contextlib.AbstractContextManager:
         """What the coming update does to the weights is measured, if it is time for that."""
-        is_due = _is_due(self.state.step + 1, self.settings.diagnostics_interval)
-        return self.diagnostics.measure() if is_due else contextlib.nullcontext()
+        if not _is_due(self.state.step + 1, self.settings.diagnostics_interval):
+            return contextlib.nullcontext()
+        self._diagnostics = self._diagnostics or Diagnostics(self.engine)
+        return self._diagnostics.measure()
 
     def _forward_backward(self, share: StepShare, global_masked: float) -> Sums:
         masked_lm_scale = self.world.world_size / max(1.0, global_masked)
