@@ -71,7 +71,7 @@ def train(
 def weights(folder: Path) -> torch.Tensor:
     """All fp32 weights of a run's checkpoint, in one line."""
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    return optimizer_lines(checkpoint)["weights"].double()
+    return optimizer_lines(checkpoint)["weights"].detach().double()
 
 
 def step_seconds(folder: Path) -> float:
