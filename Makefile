@@ -13,7 +13,8 @@ MINUTES := 1
 MODEL := tiny
 VOCAB_SIZE := 2000
 RANKS := 2
-LABELS := 200
+LABELS := 150
+MAX_LENGTH := 32
 ADAPT_STEPS := 100
 DEMO_DATA := data/demo
 DEMO_DIR := runs/demo
@@ -29,7 +30,7 @@ help:  ## list the targets
 	@echo
 	@echo 'Variables: PYTHON=$(PYTHON) PYTEST_ARGS="-k order"'
 	@echo '           demo: MINUTES=$(MINUTES) MODEL=$(MODEL) VOCAB_SIZE=$(VOCAB_SIZE) RANKS=$(RANKS) LABELS=$(LABELS)'
-	@echo '           ADAPT_STEPS=$(ADAPT_STEPS) DEMO_DATA=$(DEMO_DATA) DEMO_DIR=$(DEMO_DIR)'
+	@echo '           MAX_LENGTH=$(MAX_LENGTH) ADAPT_STEPS=$(ADAPT_STEPS) DEMO_DATA=$(DEMO_DATA) DEMO_DIR=$(DEMO_DIR)'
 	@echo 'GPU:       install the torch build that fits your driver first; make keeps a torch that is in .venv:'
 	@echo '           $(PYTHON) -m venv .venv && .venv/bin/pip install torch…  (your build), then make install'
 
@@ -117,7 +118,7 @@ OWN := $(DEMO_DIR)/$(MODEL)-$(MINUTES)min
 ADAPTED := $(DEMO_DIR)/minilm-$(ADAPT_STEPS)steps
 SCORES := $(DEMO_DIR)/sentiment-$(LABELS)
 fine_tune = $(PY) fine_tuning/run.py --train $(SPLIT)/train.csv --dev $(SPLIT)/dev.csv --test $(SPLIT)/test.csv \
-  --train_examples $(LABELS) --max_length 64 --epochs $(1) --pooling mean --seeds 0 1 2 --search_seeds 1
+  --train_examples $(LABELS) --max_length $(MAX_LENGTH) --epochs $(1) --pooling mean --seeds 0 1 2 --search_seeds 1
 
 # How many steps fit into MINUTES is measured once and kept: a demo that goes on keeps its schedule.
 define COUNT_STEPS
@@ -132,7 +133,7 @@ export COUNT_STEPS
 
 demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, MINUTES of it pretraining; goes on where it was killed
 	$(call stage,Text: reviews held out for the scores are in neither tokenizer nor pretraining)
-	$(PY) data_prep/run.py split --input $(REVIEWS) --output $(SPLIT) --dev_fraction 0.01 --test_fraction 0.03
+	$(PY) data_prep/run.py split --input $(REVIEWS) --output $(SPLIT) --dev_fraction 0.005 --test_fraction 0.015
 	$(call stage,Tokenizer and shards of Wikipedia and reviews)
 	$(PY) data_prep/run.py tokenizer --input $(WIKI) $(SPLIT)/train.csv --output $(DEMO_DATA)/tokenizer \
 	  --vocab_size $(VOCAB_SIZE) --lower_case --eval_fraction 0.02 --sample_mb 8
@@ -154,7 +155,7 @@ demo: install $(WIKI) $(REVIEWS) $(MINILM)  ## real text to fine-tuned scores, M
 	$(call stage,Pretraining on the reviews from real weights: $(ADAPT_STEPS) steps)
 	$(PY) data_prep/run.py shards --input $(SPLIT)/train.csv --tokenizer $(MINILM) --output $(DEMO_DATA)/shards-minilm \
 	  --seq_len 64 --eval_fraction 0.02
-	$(PRETRAIN) --deepspeed_config ds_configs/adapt.json --data $(DEMO_DATA)/shards-minilm --init_from $(MINILM) \
+	$(PY) pretraining/run.py --deepspeed_config ds_configs/adapt.json --data $(DEMO_DATA)/shards-minilm --init_from $(MINILM) \
 	  --output $(ADAPTED) --no_next_sentence --max_steps $(ADAPT_STEPS) --eval_interval 0 --eval_instances 200
 	$(PY) pretraining/fill_mask.py $(ADAPTED) "this is one of the [MASK] movies i have ever [MASK]."
 	$(call stage,Is a review good or bad? $(LABELS) labels from three starts)

@@ -60,7 +60,11 @@ class Lamb(torch.optim.Optimizer):
 
         Args:
             zero: the engine's optimizer at ZeRO stage 1 or 2, which holds this one.
+        Raises:
+            ValueError: there are experts, whose parameters other groups of ranks hold.
         """
+        if zero.has_moe_layers:
+            raise ValueError("the norms of a mixture of experts are not those of one group of ranks")
         for number, flat in enumerate(zero.single_partition_of_fp32_groups):
             self.set_layout([flat], Layout(Slices.of_partition(zero, number), flat.device))
 
@@ -144,8 +148,7 @@ def _descend(
 
     torch's fused AdamW takes its step from zero, at the rate 1: what it leaves is −r.
     """
-    # The kernel adds 1 to the count, in each chunk.
-    count = step.clone() if group["bias_correction"] else torch.full_like(step, NO_BIAS_CORRECTION)
+    count = step if group["bias_correction"] else torch.full_like(step, NO_BIAS_CORRECTION)
     copies = [gradient.clone() for gradient in gradients]
     torch._foreach_zero_(gradients)
     beta1, beta2 = group["betas"]
@@ -155,7 +158,7 @@ def _descend(
         exp_avgs,
         exp_avg_sqs,
         [],
-        [count.clone() for _ in weights],
+        [count.clone() for _ in weights],  # the kernel adds 1, in each chunk
         fused=True,
         amsgrad=False,
         beta1=beta1,

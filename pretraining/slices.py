@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # Numbers that a CPU works on at once, so that what one kernel leaves is still in the cache for the next.
-CPU_CHUNK = 1048576
+CPU_CHUNK = 1_048_576
 # On a CPU torch sums the squares of a float32 tensor in float32: of 31 million numbers the norm is off by 2e-3, of a
 # piece of this length by 3e-7 (by 3e-5 if all are equal). CUDA kernels cut into pieces by themselves.
 CPU_PIECE = 32_768

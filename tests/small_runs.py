@@ -7,6 +7,7 @@ import torch
 from corpora import make_documents, write_corpus
 
 from data_prep.run import main as data_prep
+from data_prep.shards import ShardSet
 from pretraining.checkpoint import Checkpoints, TrainState
 from pretraining.model import BertConfig, BertForPreTraining
 
@@ -30,6 +31,14 @@ def make_shards(
         ["shards", *arguments, "--seq_len", "48", "--workers", "1", "--eval_fraction", str(eval_fraction)]
     )
     return folder / "shards"
+
+
+def make_training_shards(folder: Path, at_least: int) -> Path:
+    """Shards of at least so many training instances, and enough for an evaluation, in folder/shards."""
+    tokenizer = make_tokenizer(folder, eval_fraction=0.2)
+    shards = make_shards(folder, tokenizer, seed=5, documents=60, eval_fraction=0.2)
+    assert ShardSet.open(shards).block_offsets("train")[-1] >= at_least
+    return shards
 
 
 def tiny_config(**changes) -> BertConfig:

@@ -1,12 +1,20 @@
 """What runs on CUDA only: the optimizers' kernels, against the same float64 references as their twins on the CPU."""
 
+import functools
+
 import pytest
 import torch
 from dense_lamb import DenseLamb
 from test_optimizer import adamw_reference
 
 from pretraining.lamb import Lamb
-from pretraining.optimizer import AdamWSettings, choose_optimizer, parameter_groups
+from pretraining.optimizer import (
+    AdamWSettings,
+    _build_fused_adam,
+    _build_torch,
+    choose_optimizer,
+    parameter_groups,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,15 +53,23 @@ def test_lamb_on_cuda_is_the_dense_algorithm():
         assert float((weight.detach().cpu().double() - expected).norm() / expected.norm()) < 1e-6
 
 
-def test_the_adamw_chosen_for_cuda_is_the_papers():
-    """The fused kernel that is here, whichever it is, equals the float64 recurrence; its name is printed."""
+@pytest.mark.parametrize("kernel", ["the chosen one", "torch", "apex.optimizers", "deepspeed.ops.adam"])
+def test_every_adamw_for_cuda_is_the_papers(kernel):
+    """Each fused kernel that is here, and the one that is chosen, equals the float64 recurrence."""
     settings = AdamWSettings(lr=1e-2, betas=[0.9, 0.98], eps=1e-6, weight_decay=0.1)
     torch.manual_seed(0)
     model = torch.nn.Linear(512, 100).cuda()
     start = [parameter.detach().cpu().numpy().copy() for parameter in (model.weight, model.bias)]
     choice = choose_optimizer(settings, "cuda")
-    print(f"{choice.name}: {choice.why}")
-    optimizer = choice.build(parameter_groups(model, settings.weight_decay), settings)
+    if kernel == "the chosen one":
+        print(f"{choice.name}: {choice.why}")
+        build = choice.build
+    else:
+        build = _build_torch if kernel == "torch" else functools.partial(_build_fused_adam, kernel)
+    try:
+        optimizer = build(parameter_groups(model, settings.weight_decay), settings)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{kernel} is not here: {error}")
     gradients = [[torch.randn(value.shape) for value in start] for _ in range(STEPS)]
     for step in gradients:
         for parameter, gradient in zip((model.weight, model.bias), step, strict=True):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,10 @@ def test_a_loaded_state_follows_its_parameter():
     assert {name: value.device.type for name, value in loading._state(there).items()} == dict.fromkeys(
         ("step", "exp_avg", "exp_avg_sq"), "meta"
     )
+
+
+def test_experts_are_refused():
+    """Their norms would be summed over the wrong ranks."""
+    lamb = Lamb([torch.nn.Parameter(torch.ones(3))], 0.1)
+    with pytest.raises(ValueError, match="mixture of experts"):
+        lamb.shard(SimpleNamespace(has_moe_layers=True))

@@ -17,10 +17,9 @@ from forked_ranks import Ranks, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_shards import make_shard_set
-from small_runs import make_shards, make_tokenizer
+from small_runs import make_training_shards
 from training_runs import arguments, assert_checkpoints_equal, deepspeed_json, logged_step, metrics
 
-from data_prep.shards import ShardSet
 from pretraining.loss_scale import hold_loss_scale
 from pretraining.trouble import loss_scale_cannot_fall
 
@@ -189,11 +188,7 @@ SCALES = [256] * 4 + [512] * 3 + [1024] * 2 + [512] * 4 + [1024]
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     """Shards of some hundred instances."""
-    folder = tmp_path_factory.mktemp("fp16")
-    tokenizer = make_tokenizer(folder, eval_fraction=0.2)
-    shards = make_shards(folder, tokenizer, seed=5, documents=60, eval_fraction=0.2)
-    assert ShardSet.open(shards).block_offsets("train")[-1] > 9 * 13
-    return shards
+    return make_training_shards(tmp_path_factory.mktemp("fp16"), at_least=9 * 13 + 1)
 
 
 def program(shards: Path, output: Path, *options: str, **fp16) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from forked_ranks import Ranks, run
-from small_runs import make_shards, make_tokenizer
+from small_runs import make_training_shards
 from training_runs import arguments, assert_checkpoints_equal, deepspeed_json, flat, metrics
 
 from data_prep.shards import ShardSet
@@ -41,11 +41,7 @@ NAN = float("nan")
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     """Shards of some hundred instances."""
-    folder = tmp_path_factory.mktemp("trouble")
-    tokenizer = make_tokenizer(folder, eval_fraction=0.2)
-    shards = make_shards(folder, tokenizer, seed=5, documents=60, eval_fraction=0.2)
-    assert ShardSet.open(shards).block_offsets("train")[-1] > 8 * 13
-    return shards
+    return make_training_shards(tmp_path_factory.mktemp("trouble"), at_least=8 * 13 + 1)
 
 
 def program(shards: Path, output: Path, *options: str, **changes) -> list[str]:
